@@ -1,0 +1,183 @@
+"""The native core: recording, the file format, merging and set algebra.
+
+A range is a pair (first, last), both included. A parameter definition is (name, aliases, shape, dtype, bytes per element,
+class of the owning module). Methods that take long release the interpreter.
+"""
+
+import os
+from typing import Any, final
+
+__version__: str
+NO_SYNC: int
+"""Flag of a pass: the wrapper was told not to average it."""
+RAISED: int
+"""Flag of a pass: it ended with an exception."""
+
+_Ranges = list[tuple[int, int]]
+_Parameter = tuple[str, list[str], list[int], str, int, str]
+_Path = str | os.PathLike[str]
+
+class Error(Exception):
+    """Base of everything that ddpcov raises on purpose."""
+
+class CaptureError(Error):
+    """A file is not a capture, or not a whole one, or of another format version."""
+
+class MergeError(Error):
+    """Shards that do not belong together."""
+
+@final
+class Slot:
+    """One parameter's entry to the recorder. Both methods return None, raise nothing and may be called from any thread."""
+
+    def arrived(self, gradient: object) -> None:
+        """A hook on the tensor: `gradient` is None where autograd has none."""
+
+    def accumulated(self, parameter: object) -> None:
+        """A post-accumulate hook."""
+
+@final
+class Recorder:
+    """Records one rank.
+
+    Raises OSError where the shard cannot be created. Later failures of the file are told by `failure`; the recording then goes
+    on in memory. OSError from a later call means that it cannot go on.
+    """
+
+    def __new__(
+        cls,
+        path: _Path | None,
+        *,
+        started: int,
+        nonce: int,
+        ranks: _Ranges,
+        rank: int,
+        optimizer_given: bool,
+    ) -> Recorder: ...
+    def define(self, first: int, parameters: list[_Parameter]) -> None:
+        """Defines parameters `first`, `first + 1`, …: new ones at the end, or known ones anew. Raises Error on a gap."""
+
+    def slot(self, id: int) -> Slot:
+        """The slot of a defined parameter. Raises Error for any other."""
+
+    def set_situation(
+        self,
+        *,
+        registered: list[int],
+        trainable: list[int],
+        awaited: list[int],
+        wrapped: list[int],
+        ignored: list[int],
+        optimized: list[int],
+        num_orphans: int,
+        has_wrapper: bool,
+    ) -> None:
+        """What is true of the parameters (ids) from the next pass on; see `Situation` in the core for each."""
+
+    def begin_pass(self) -> None:
+        """Marks the pass open, for whoever reads the shard if this process ends inside it."""
+
+    def drop_pass(self) -> None:
+        """The pass that began is none of this model's."""
+
+    def close_pass(self, flags: int) -> None:
+        """Takes what the slots saw since the last pass as one pass. Raises Error before the first situation."""
+
+    def is_touched(self) -> bool:
+        """Whether any accumulator ran since the last pass was closed."""
+
+    def has_passes(self) -> bool:
+        """Whether a pass was closed since the last step was."""
+
+    def close_step(self) -> None:
+        """Ends the step; one without passes is recorded as such."""
+
+    def note(self, topic: str, body: str) -> None:
+        """Stores a JSON text."""
+
+    def finish(self, end: str) -> None:
+        """The rank leaves: `clean`, or `exception: …`. Slots fall silent."""
+
+    def disable(self) -> None:
+        """Silences the slots."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the journal is no longer in its file."""
+
+    def history(self) -> bytes:
+        """All that was recorded, without the rank: equal for ranks of equal history."""
+
+    def capture(self) -> Capture:
+        """All that was recorded so far, of this rank alone."""
+
+    def merge(self, histories: list[tuple[_Ranges, bytes]]) -> Capture:
+        """The run, from histories and the ranks that have them. Raises MergeError if they do not fit together."""
+
+@final
+class Merger:
+    """Merges the shards of one run in memory."""
+
+    def __new__(cls) -> Merger: ...
+    def add_shard(self, path: _Path) -> None:
+        """Raises CaptureError, MergeError or OSError, and then has not added it."""
+
+    def finish(self) -> Capture:
+        """What was added. Raises MergeError if nothing was."""
+
+@final
+class Capture:
+    """A run."""
+
+    @staticmethod
+    def read(path: _Path) -> Capture:
+        """Reads a merged capture. Raises CaptureError or OSError."""
+
+    def encode(self) -> bytes:
+        """The bytes of the file."""
+
+    @property
+    def ranks(self) -> _Ranges:
+        """Ranks that take part."""
+
+    @property
+    def nonce(self) -> int:
+        """Identity of the run."""
+
+    @property
+    def optimizer_given(self) -> bool:
+        """Whether the user named the optimizers."""
+
+    def analyse(self) -> Analysis:
+        """Set algebra over ranks and steps."""
+
+@final
+class Analysis:
+    """What was found out about a capture; see `Analysis`, `LaneSummary`, `Profile` and `Kind` in the core."""
+
+    @property
+    def parameters(self) -> list[_Parameter]:
+        """The parameters of all ranks, by id."""
+
+    @property
+    def num_vain_sets(self) -> int:
+        """How many different sets of parameters a wrapper awaited in vain, over all finished, averaged passes."""
+
+    @property
+    def conflicts(self) -> list[tuple[int, list[tuple[int, list[int], str]]]]:
+        """Parameters that lanes define differently: id, and lane, shape and dtype of each."""
+
+    @property
+    def lanes(self) -> list[dict[str, Any]]:
+        """One dict per lane: the fields of `LaneSummary`, and `ranks`, `end` and `facts`."""
+
+    @property
+    def profiles(self) -> list[dict[str, Any]]:
+        """Parameters that are alike: `parameters`, `trainable`, `lanes` (lane → kind → ranges of steps; no empty ones)."""
+
+def peek(path: _Path) -> tuple[str, int, int]:
+    """Kind (`shard` or `capture`), nonce and start (ns since 1970) of a file. Raises CaptureError or OSError."""
+
+def union(a: _Ranges, b: _Ranges) -> _Ranges: ...
+def intersection(a: _Ranges, b: _Ranges) -> _Ranges: ...
+def difference(a: _Ranges, b: _Ranges) -> _Ranges: ...

@@ -1,0 +1,69 @@
+"""`ddpcov demo`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ddpcov.reading import read
+from ddpcov.reporters import FORMATS, Options
+
+__all__ = ["Demo"]
+
+_NUM_RANKS = 2
+_TIMEOUT = 120
+
+
+class Demo:
+    """Train a model with the famous defect on two real ranks, and look at it twice: with DDP's eyes and with ddpcov's.
+
+    The model keeps a backbone whole, classifier head included, and never calls that head.
+    """
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the arguments."""
+        parser.add_argument("--out", type=Path, metavar="FILE", help="keep the recorded run under this name")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Starts the ranks, shows the error that DDP gives, then the report of the same run."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = args.out or Path(folder, "run.bin")
+            print(f"Two ranks train this model under DistributedDataParallel:\n\n{_source()}")
+            errors = _train(Path(folder), out)
+            print("What DDP says at the second step, on every rank:\n")
+            print("\n".join(f"    {line}" for line in errors), end="\n\n", flush=True)
+            print(f"What `python -m ddpcov report {out.name}` says of the same run:\n", flush=True)
+            FORMATS["text"](Options()).render(read(out), sys.stdout)
+        return 0
+
+
+def _train(folder: Path, out: Path) -> list[str]:
+    """Runs the job; returns the error of the first rank, without its traceback."""
+    command = [sys.executable, "-m", "ddpcov.commands.demo_job", str(folder / "store"), str(_NUM_RANKS), str(out)]
+    logs = [folder / f"rank{rank}.log" for rank in range(_NUM_RANKS)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as stream:
+            ranks.append(subprocess.Popen([*command, str(rank)], stdout=stream, stderr=subprocess.STDOUT))
+    try:
+        for rank in ranks:
+            rank.wait(_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    lines = logs[0].read_text(errors="replace").splitlines()
+    begins = [i for i, line in enumerate(lines) if line.startswith("RuntimeError: ")]
+    end = next((i for i, line in enumerate(lines) if line.startswith("ddpcov: on rank")), len(lines))
+    return lines[begins[0] : end] if begins else lines
+
+
+def _source() -> str:
+    """The model, as it stands in the job's source between two marks."""
+    text = Path(__file__).with_name("demo_job.py").read_text()
+    return "\n".join(f"    {line}".rstrip() for line in text.split("# ---\n")[1].splitlines()) + "\n"

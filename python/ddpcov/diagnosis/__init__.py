@@ -1,0 +1,1 @@
+"""From recorded facts to findings and advice. Nothing here imports torch."""

@@ -1,0 +1,82 @@
+"""What the recorded steps say about DDP's flags, always with the scope in which it was seen."""
+
+from __future__ import annotations
+
+from ddpcov.diagnosis.facts import Facts, count
+from ddpcov.report import Advice
+
+__all__ = ["advise"]
+
+
+def advise(facts: Facts) -> Advice:
+    """The advice for the whole run."""
+    flag, static = _flag(facts), _static_graph(facts)
+    return Advice(
+        find_unused_parameters=flag,
+        static_graph=static,
+        num_steps=max((count(lane.finished) for lane in facts.lanes), default=0),
+        num_ranks=len(facts.ranks),
+        bytes_reduced_for_nothing=_wasted_bytes(facts),
+        actions=tuple(_actions(facts, flag)),
+    )
+
+
+def _flag(facts: Facts) -> str:
+    if facts.wrapper.kind != "ddp":
+        return "not-applicable"
+    is_twice = any("ready only once" in str(exception.get("message")) for _, exception in facts.exceptions())
+    if is_twice or any(lane.idle for lane in facts.lanes):
+        return "cannot-help"
+    # Lacking in one averaged pass and covered in another, or on another rank: neither freezing nor deleting is right.
+    varies = any(p.of_kind("awaited_in_vain") and p.of_kind("covered") for p in facts.profiles)
+    return "on" if varies else "off"
+
+
+def _static_graph(facts: Facts) -> str:
+    """`safe` would also need that every output of the forward takes part in the loss, which is not observed yet."""
+    if facts.wrapper.kind != "ddp":
+        return "unknown"
+    varies = any(lane.num_vain_sets > 1 or lane.num_unreached_sets > 1 for lane in facts.lanes)
+    return "unsafe" if varies else "unknown"
+
+
+def _wasted_bytes(facts: Facts) -> int:
+    """Bytes of gradient that DDP reduces in each step for parameters that never got one on any rank."""
+    useless = (p for p in facts.profiles if p.of_kind("awaited_in_vain") and not p.of_kind("covered"))
+    return sum(parameter.num_bytes for profile in useless for parameter in profile.parameters)
+
+
+def _actions(facts: Facts, flag: str) -> list[str]:
+    actions = []
+    is_on = facts.wrapper.find_unused_parameters
+    constant = sorted(
+        name for p in facts.profiles if p.of_kind("awaited_in_vain") and not p.of_kind("covered") for name in p.names
+    )
+    if constant:
+        named = ", ".join(constant[:4]) + (f" and {len(constant) - 4} more" if len(constant) > 4 else "")
+        actions.append(
+            f"{named} never got a gradient: use in the loss what was meant to be used; otherwise delete it, or freeze it"
+            " (requires_grad_(False)) before the model is wrapped."
+        )
+    if any(p.of_kind("thawed") or p.of_kind("replaced") for p in facts.profiles):
+        actions.append("Wrap the model again after thawing or replacing parameters.")
+    if flag == "on":
+        actions.append(
+            "Keep find_unused_parameters=True: the set of parameters without a gradient varies."
+            if is_on
+            else "Set find_unused_parameters=True, or give the absent branch a path of weight zero into the loss: the set of"
+            " parameters without a gradient varies."
+        )
+    elif flag == "off" and is_on and any(count(lane.finished) >= 2 for lane in facts.lanes):
+        actions.append("Then drop find_unused_parameters=True." if constant else "Drop find_unused_parameters=True.")
+    elif flag == "cannot-help":
+        actions.append(
+            "find_unused_parameters cannot mend this: "
+            + (
+                "a backward pass reached no parameter at all on some rank, which the other ranks wait for; let every rank's"
+                " loss depend on the model, with weight zero if need be."
+                if any(lane.idle for lane in facts.lanes)
+                else "DDP counted a parameter ready twice."
+            )
+        )
+    return actions

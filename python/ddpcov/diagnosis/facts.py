@@ -1,0 +1,185 @@
+"""What the rules know of a run: the analysis of a capture, with names and ranks filled in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from ddpcov import _core
+from ddpcov.report import ParameterCoverage, Range, Wrapper
+
+__all__ = ["Facts", "Lane", "Profile", "count", "union"]
+
+
+def union(ranges: Iterable[list[Range]]) -> list[Range]:
+    """All members of any of the ranges."""
+    return reduce(_core.union, ranges, [])
+
+
+def count(ranges: Iterable[Range]) -> int:
+    """Number of members."""
+    return sum(last - first + 1 for first, last in ranges)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Ranks whose histories are equal; see `LaneSummary` in the core for the numbers."""
+
+    ranks: tuple[int, ...]
+    end: str
+    facts: dict[str, Any]
+    num_steps: int
+    num_passes: int
+    finished: list[Range]
+    interrupted: list[Range]
+    idle: list[Range]
+    num_vain_sets: int
+    num_unreached_sets: int
+    num_orphans: int
+    has_wrapper: bool
+    broken_off: tuple[list[int], list[int]] | None
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether it ended inside a backward pass: killed there, or by the exception that was raised there."""
+        exception = self.facts.get("exception")
+        return self.broken_off is not None and (exception is None or bool(exception.get("in_pass")))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Parameters that are alike in everything that was recorded."""
+
+    parameters: tuple[ParameterCoverage, ...]
+    steps: dict[int, dict[str, list[Range]]]
+    """Lane → kind (see `Kind` in the core) → steps."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return tuple(p.name for p in self.parameters)
+
+    def of_kind(self, kind: str) -> dict[int, list[Range]]:
+        """Lane → steps in which it was so; lanes where it never was are absent."""
+        return {lane: kinds[kind] for lane, kinds in self.steps.items() if kind in kinds}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run, as the rules see it."""
+
+    members: tuple[int, ...]
+    lanes: list[Lane]
+    profiles: list[Profile]
+    parameters: list[ParameterCoverage]
+    wrapper: Wrapper
+    torch: str
+    optimizer_given: bool
+    same_parameters: bool
+    num_vain_sets: int
+    conflicts: list[tuple[int, list[tuple[int, list[int], str]]]]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the rank that came furthest."""
+        return max((lane.num_steps for lane in self.lanes), default=0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks whose data is here."""
+        return tuple(sorted(r for lane in self.lanes for r in lane.ranks))
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that took part and whose data is not here."""
+        return tuple(sorted(set(self.members) - set(self.ranks)))
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether DDP stops, or hangs, when a parameter that it waits for gets no gradient."""
+        return self.wrapper.kind == "ddp" and not (self.wrapper.find_unused_parameters or self.wrapper.static_graph)
+
+    def exceptions(self) -> Iterator[tuple[Lane, dict[str, Any]]]:
+        """Lanes that ended with an exception, and what is known of it."""
+        return ((lane, lane.facts["exception"]) for lane in self.lanes if "exception" in lane.facts)
+
+
+def collect(capture: _core.Capture) -> Facts:
+    """The facts of a capture."""
+    analysis = capture.analyse()
+    lanes = [_lane(lane) for lane in analysis.lanes]
+    run: dict[str, Any] = next((lane.facts["run"] for lane in lanes if "run" in lane.facts), {})
+    num_steps = max((lane.num_steps for lane in lanes), default=0)
+    parameters: list[Any] = [None] * len(analysis.parameters)
+    profiles = []
+    for raw in analysis.profiles:
+        covered = _coverage(raw, lanes, num_steps)
+        members = []
+        for param_id in raw["parameters"]:
+            name, aliases, shape, dtype, itemsize, module_class = analysis.parameters[param_id]
+            numel = reduce(lambda n, size: n * size, shape, 1)
+            module = name.rpartition(".")[0]
+            parameter = ParameterCoverage(
+                name, tuple(aliases), tuple(shape), numel, itemsize, dtype, *covered[:1], module, module_class, *covered[1:]
+            )
+            parameters[param_id] = parameter
+            members.append(parameter)
+        profiles.append(Profile(tuple(members), raw["lanes"]))
+    return Facts(
+        members=tuple(_expand(capture.ranks)),
+        lanes=lanes,
+        profiles=profiles,
+        parameters=parameters,
+        wrapper=_wrapper(run.get("wrapper")),
+        torch=str(run.get("torch", "unknown")),
+        optimizer_given=capture.optimizer_given,
+        same_parameters=bool(run.get("same_parameters", True)),
+        num_vain_sets=analysis.num_vain_sets,
+        conflicts=analysis.conflicts,
+    )
+
+
+def _expand(ranges: Iterable[Range]) -> list[int]:
+    return [i for first, last in ranges for i in range(first, last + 1)]
+
+
+def _lane(raw: dict[str, Any]) -> Lane:
+    facts = {}
+    for topic, body in raw.pop("facts"):
+        value = json.loads(body)
+        if isinstance(value, dict):
+            facts[topic] = value
+    return Lane(**{**raw, "ranks": tuple(_expand(raw["ranks"])), "end": raw["end"] or "killed", "facts": facts})
+
+
+def _wrapper(raw: Any) -> Wrapper:
+    raw = raw if isinstance(raw, dict) else {}
+    flags = {k: bool(raw.get(k)) for k in ("find_unused_parameters", "static_graph")}
+    return Wrapper(str(raw.get("kind", "none")), **flags)
+
+
+def _coverage(
+    raw: dict[str, Any], lanes: list[Lane], num_steps: int
+) -> tuple[bool, str, dict[int, tuple[Range, ...]], dict[int, int]]:
+    """Whether they were trainable, their coverage, missed steps and hits by rank: the same for all of a profile."""
+    missed: dict[int, tuple[Range, ...]] = {}
+    hits: dict[int, int] = {}
+    trainable = False
+    for index, kinds in raw["lanes"].items():
+        trainable |= "trainable" in kinds
+        for rank in lanes[index].ranks:
+            hits[rank] = count(kinds.get("covered", ()))
+            if "missed" in kinds:
+                missed[rank] = tuple(kinds["missed"])
+    if num_steps == 0:
+        trainable = raw["trainable"]
+    if not trainable:
+        coverage = "frozen"
+    elif not any(hits.values()):
+        coverage = "never"
+    else:
+        coverage = "some" if missed else "always"
+    return trainable, coverage, dict(sorted(missed.items())), dict(sorted(hits.items()))

@@ -1,0 +1,198 @@
+"""Which tensors are the model's parameters now, and the hooks on them.
+
+A model changes while it trains: layers are frozen, thawed, replaced, added, tied. Before each backward pass `Hooks.refresh`
+asks whether it did, at the cost of one pass in C over the modules' own dicts, and arms what is new.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ddpcov import _core, wrappers
+
+__all__ = ["Hooks"]
+
+_DDP_NUMBERS = re.compile(r"Parameter at index (\d+)|indices which did not receive grad for rank \d+: ([\d ]+)")
+_requires_grad = operator.attrgetter("requires_grad")
+
+Definition = tuple[str, list[str], list[int], str, int, str]  # as Recorder.define takes it
+
+
+@dataclass
+class _Armed:
+    tensor: Tensor
+    param_id: int
+    handles: tuple[RemovableHandle, ...]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@dataclass
+class _Seen:
+    """The model as it was when it was last looked through; a change of any of this calls for another look."""
+
+    dicts: list[dict[str, Any]] = field(default_factory=list)
+    members: list[Any] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
+    num_optimized: int = -1
+    is_complete: bool = False
+
+    def is_current(self, num_optimized: int) -> bool:
+        # By identity, of objects that are held here: an id could have passed to another tensor.
+        return (
+            self.is_complete
+            and num_optimized == self.num_optimized
+            and sum(map(len, self.dicts)) == len(self.members)
+            and all(map(operator.is_, chain.from_iterable(map(dict.values, self.dicts)), self.members))
+            and list(map(_requires_grad, self.tensors)) == self.requires_grad
+        )
+
+
+class Hooks:
+    """Keeps the native slots of a recorder on the parameters of a model."""
+
+    def __init__(self, model: nn.Module, recorder: _core.Recorder, optimizers: list[Optimizer]) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._optimizers = optimizers
+        self._ids: dict[str, int] = {}
+        self._definitions: list[Definition] = []
+        self._armed: dict[int, _Armed] = {}
+        self._seen = _Seen()
+        self._own: set[int] = set()
+        self._tensor_ids: list[int] = []
+        self.averaging = wrappers.examine(model)
+
+    def refresh(self) -> None:
+        """Takes in whatever changed about the model since the last call."""
+        num_optimized = sum(len(g["params"]) for o in self._optimizers for g in o.param_groups)
+        if not self._seen.is_current(num_optimized):
+            self._look_through(num_optimized)
+
+    def owns(self, tensors: Iterable[Any]) -> bool:
+        """Whether one of the tensors is a parameter of the model."""
+        return any(id(t) in self._own for t in tensors)
+
+    def named_by_ddp(self, message: str) -> dict[str, str]:
+        """The parameters that a message of DDP gives by number, by name. It counts those that required a gradient when the
+        model was wrapped."""
+        numbers = {n for found in _DDP_NUMBERS.findall(message) for group in found for n in group.split()}
+        names = {id(t): self._definitions[param_id][0] for t, param_id in zip(self._seen.tensors, self._tensor_ids, strict=True)}
+        awaited = self.averaging.awaited
+        within = sorted(int(n) for n in numbers if int(n) < len(awaited))
+        return {str(n): names.get(id(awaited[n]), "(no longer in the model)") for n in within}
+
+    def remove(self) -> None:
+        """Takes every hook off again."""
+        for armed in self._armed.values():
+            armed.remove()
+        self._armed.clear()
+
+    def _look_through(self, num_optimized: int) -> None:
+        modules = list(wrappers.walk(self._model))
+        if [m for _, m in modules if isinstance(m, wrappers.DistributedDataParallel)] != self.averaging.ddps:
+            self.averaging = wrappers.examine(self._model)
+        named, is_lazy = self._named_parameters(modules)
+        dicts = [d for _, m in modules for d in (m._parameters, m._modules)]
+        tensors = [tensor for tensor, _ in named]
+        self._seen = _Seen(
+            dicts=dicts,
+            members=list(chain.from_iterable(map(dict.values, dicts))),
+            tensors=tensors,
+            requires_grad=list(map(_requires_grad, tensors)),
+            num_optimized=num_optimized,
+            is_complete=not is_lazy,
+        )
+        self._own = set(map(id, tensors))
+        ids = self._define([definition for _, definition in named])
+        self._tensor_ids = ids
+        self._arm(tensors, ids)
+        self._state_situation(tensors, ids)
+
+    def _named_parameters(self, modules: list[tuple[str, nn.Module]]) -> tuple[list[tuple[Tensor, Definition]], bool]:
+        """Each parameter once, under its first name, and whether some have no shape yet."""
+        is_lazy = False
+        found: dict[int, tuple[Tensor, Definition]] = {}
+        names: set[str] = set()
+        for prefix, module in modules:
+            module_class = f"{type(module).__module__}.{type(module).__qualname__}"
+            for key, tensor in module._parameters.items():
+                if tensor is None:
+                    continue
+                if wrappers.is_lazy(tensor):
+                    is_lazy = True
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                if id(tensor) in found:
+                    definition = found[id(tensor)][1]
+                    if name != definition[0] and name not in definition[1]:
+                        definition[1].append(name)
+                    continue
+                while name in names:  # two wrappers side by side, each holding a parameter of that name
+                    name += "'"
+                names.add(name)
+                shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                found[id(tensor)] = tensor, (name, [], shape, dtype, tensor.element_size(), module_class)
+        return list(found.values()), is_lazy
+
+    def _define(self, definitions: list[Definition]) -> list[int]:
+        """Tells the recorder of new names, and of known names with a new shape, type or alias; returns their ids."""
+        first = len(self._definitions)
+        for definition in definitions:
+            known = self._ids.get(definition[0])
+            if known is None:
+                self._ids[definition[0]] = len(self._definitions)
+                self._definitions.append(definition)
+            elif self._definitions[known] != definition:
+                self._definitions[known] = definition
+                if known < first:
+                    self._recorder.define(known, [definition])
+        if len(self._definitions) > first:
+            self._recorder.define(first, self._definitions[first:])
+        return [self._ids[definition[0]] for definition in definitions]
+
+    def _arm(self, tensors: list[Tensor], ids: list[int]) -> None:
+        wanted = {id(t): param_id for t, param_id in zip(tensors, ids, strict=True)}
+        for key, armed in list(self._armed.items()):
+            if wanted.get(key) != armed.param_id:
+                self._armed.pop(key).remove()
+        for tensor, param_id in zip(tensors, ids, strict=True):
+            # Hooks cannot be put on a frozen tensor; those on one that was frozen later stay, and stay silent.
+            if id(tensor) not in self._armed and wrappers.is_trainable(tensor):
+                slot = self._recorder.slot(param_id)
+                # The first tells a defined gradient from none, the second that it was accumulated and not merely captured.
+                # Either alone is wrong: see the tests of undefined gradients and of `autograd.grad`.
+                handles = (
+                    tensor.register_hook(slot.arrived),
+                    tensor.register_post_accumulate_grad_hook(slot.accumulated),
+                )
+                self._armed[id(tensor)] = _Armed(tensor, param_id, handles)
+
+    def _state_situation(self, tensors: list[Tensor], ids: list[int]) -> None:
+        def among(others: Iterable[Any]) -> list[int]:
+            keys = set(map(id, others))
+            return [param_id for t, param_id in zip(tensors, ids, strict=True) if id(t) in keys]
+
+        averaging = self.averaging
+        self._recorder.set_situation(
+            registered=ids,
+            trainable=among(filter(wrappers.is_trainable, tensors)),
+            awaited=among(averaging.awaited),
+            wrapped=among(averaging.wrapped),
+            ignored=among(averaging.ignored),
+            optimized=among(p for o in self._optimizers for g in o.param_groups for p in g["params"]),
+            num_orphans=sum(id(p) not in self._own for p in averaging.awaited),
+            has_wrapper=bool(averaging.ddps),
+        )

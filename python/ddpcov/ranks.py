@@ -1,0 +1,195 @@
+"""The ranks of a run: the only file that speaks torch.distributed.
+
+What crosses between ranks: at the start, the name of the run; at a clean exit, first an agreement through the store that all
+leave cleanly, then one SUM all-reduce, and the histories of ranks that differ. Whatever fails here leaves the shards where
+they are, for `report` to merge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpcov import _core
+
+__all__ = ["EXIT_TIMEOUT", "Ranks"]
+
+EXIT_TIMEOUT = timedelta(seconds=30)
+"""How long a rank waits for the others at a clean exit, and for each transfer after that."""
+
+_NUM_CHUNKS = 16  # 16-bit pieces of a SHA-256
+_started: Counter[str] = Counter()
+
+
+class Ranks:
+    """This process among those that track the same model: alone, in the default group, or in a given one."""
+
+    def __init__(self, model: nn.Module, process_group: Any, out: str | None) -> None:
+        self.members = [0]
+        self.rank = 0
+        self._group: Any = None
+        self._store: Any = None
+        if dist.is_available() and dist.is_initialized():
+            ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+            self._group = process_group or (ddp.process_group if ddp else None) or dist.group.WORLD
+            self.members = dist.get_process_group_ranks(self._group)
+            self.rank = dist.get_rank()
+            # Numbered by the blocks before it that would have the same name; every rank enters them in the same order.
+            name = f"{self.members}-{Path(out).name if out else ''}"
+            _started[name] += 1
+            key = f"ddpcov/{hashlib.sha256(name.encode()).hexdigest()[:16]}/{_started[name]}"
+            self._store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that take part."""
+        return len(self.members)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank collects and writes what the ranks have in common."""
+        return self.rank == self.members[0]
+
+    def member_ranges(self) -> list[tuple[int, int]]:
+        """The members as `RunId.ranks` has them."""
+        ranges: list[tuple[int, int]] = []
+        for rank in sorted(self.members):
+            if ranges and ranges[-1][1] == rank - 1:
+                ranges[-1] = (ranges[-1][0], rank)
+            else:
+                ranges.append((rank, rank))
+        return ranges
+
+    def name_run(self) -> tuple[int, int]:
+        """Start (ns since 1970) and nonce of the run, the same on all ranks: whoever comes first sets them; nobody waits."""
+        own = f"{time.time_ns()} {secrets.randbits(64)}"
+        if self.world_size > 1:
+            own = self._store.compare_set("run", "", own).decode()
+        started, nonce = own.split()
+        return int(started), int(nonce)
+
+    def leave(self) -> None:
+        """Says that this rank does not leave cleanly, so that no other waits for it."""
+        if self.world_size > 1:
+            self._store.compare_set("outcome", "", "apart")
+
+    def agree(self, params_digest: str) -> str:
+        """How all ranks go on: `merge`, `gather` (they track different parameters) or `apart` (some rank did not come).
+
+        The first to write the outcome decides it for all, so that no rank enters a collective that another has given up.
+        """
+        store = self._store
+        if store.compare_set("params", "", params_digest).decode() != params_digest:
+            store.add("differing", 1)
+        if store.add("arrived", 1) == self.world_size:
+            outcome = "gather" if store.add("differing", 0) else "merge"
+            return str(store.compare_set("outcome", "", outcome).decode())
+        try:
+            store.wait(["outcome"], EXIT_TIMEOUT)
+        except RuntimeError:  # timed out, or the process that hosts the store is gone
+            pass
+        return str(store.compare_set("outcome", "", "apart").decode())
+
+    def is_same_everywhere(self, history: bytes, counts: list[int]) -> bool:
+        """One SUM all-reduce of everybody's counts and of the digest of everybody's history.
+
+        `counts` has one word per parameter, of four 16-bit counters. The digest travels as 16-bit chunks c and c²: of n
+        ranks all have the same chunk exactly where n·Σc² = (Σc)², by Cauchy and Schwarz, in integers and so without doubt.
+        Returns whether all histories are equal. `counts` is overwritten by the sums.
+        """
+        digest = hashlib.sha256(history).digest()
+        chunks = [int.from_bytes(digest[i : i + 2], "little") for i in range(0, 2 * _NUM_CHUNKS, 2)]
+        words = torch.tensor([*chunks, *(c * c for c in chunks), *counts], dtype=torch.int64, device=self._device())
+        self._finish(dist.all_reduce(words, group=self._group, async_op=True))
+        summed = words.tolist()
+        sums, squares = summed[:_NUM_CHUNKS], summed[_NUM_CHUNKS : 2 * _NUM_CHUNKS]
+        counts[:] = summed[2 * _NUM_CHUNKS :]
+        return all(self.world_size * q == s * s for s, q in zip(sums, squares, strict=True))
+
+    def gather(self, history: bytes) -> list[tuple[list[tuple[int, int]], bytes]]:
+        """On the first rank, each different history with the ranks that have it; elsewhere nothing.
+
+        Only the first rank of each history sends it.
+        """
+        digest = hashlib.sha256(history).digest()
+        own = torch.frombuffer(bytearray(digest + len(history).to_bytes(8, "little")), dtype=torch.uint8)
+        all_own = [torch.empty_like(own, device=self._device()) for _ in self.members]
+        self._finish(dist.all_gather(all_own, own.to(self._device()), group=self._group, async_op=True))
+        holders: dict[bytes, list[int]] = {}
+        for rank, theirs in zip(self.members, all_own, strict=True):
+            holders.setdefault(bytes(theirs.tolist()), []).append(rank)
+        out: list[tuple[list[tuple[int, int]], bytes]] = []
+        for key, ranks in holders.items():
+            if ranks[0] == self.members[0]:
+                data = history
+            elif self.is_first:
+                buffer = torch.empty(int.from_bytes(key[32:], "little"), dtype=torch.uint8, device=self._device())
+                self._finish(dist.irecv(buffer, src=ranks[0], group=self._group))
+                data = buffer.cpu().numpy().tobytes()
+            elif self.rank == ranks[0]:
+                buffer = torch.frombuffer(bytearray(history), dtype=torch.uint8).to(self._device())
+                self._finish(dist.isend(buffer, dst=self.members[0], group=self._group))
+                continue
+            else:
+                continue
+            out.append(([(rank, rank) for rank in ranks], data))
+        return out if self.is_first else []
+
+    def tell_written(self, is_written: bool) -> None:
+        """The first rank says whether the capture is on disk."""
+        self._store.set("written", "yes" if is_written else "no")
+
+    def is_written(self) -> bool:
+        """Whether the first rank wrote the capture, so that shards may go; waits for it, within bounds."""
+        try:
+            self._store.wait(["written"], EXIT_TIMEOUT)
+            return bool(self._store.get("written") == b"yes")
+        except RuntimeError:
+            return False
+
+    def _device(self) -> torch.device:
+        types = {device.type for device in self._group._device_types}
+        if "cpu" in types or not types:
+            return torch.device("cpu")
+        accelerator = types.pop()
+        return torch.device(accelerator, getattr(torch, accelerator).current_device())
+
+    def _finish(self, work: Any) -> None:
+        if work is not None:
+            work.wait(EXIT_TIMEOUT)
+
+
+def pack_counts(analysis: _core.Analysis) -> list[int]:
+    """A word for each parameter of a single rank: whether it was ever covered, always covered, ever missed, ever trainable;
+    as counters of 16 bits, which 65,535 ranks can sum up."""
+    words = [0] * len(analysis.parameters)
+    for profile in analysis.profiles:
+        kinds = profile["lanes"][0]
+        covered, missed = "covered" in kinds, "missed" in kinds
+        word = covered | (covered and not missed) << 16 | missed << 32 | profile["trainable"] << 48
+        for param_id in profile["parameters"]:
+            words[param_id] = word
+    return words
+
+
+def check_sums(analysis: _core.Analysis, sums: list[int]) -> None:
+    """Holds a merged capture against the all-reduced counts; a difference would be a bug, and must not reach a report."""
+    num_ranks = [sum(last - first + 1 for first, last in lane["ranks"]) for lane in analysis.lanes]
+    for profile in analysis.profiles:
+        ever = sum(num_ranks[i] for i, kinds in profile["lanes"].items() if "covered" in kinds)
+        missed = sum(num_ranks[i] for i, kinds in profile["lanes"].items() if "missed" in kinds)
+        for param_id in profile["parameters"]:
+            word = sums[param_id]
+            if (word & 0xFFFF, word >> 32 & 0xFFFF) != (ever, missed):
+                name = analysis.parameters[param_id][0]
+                raise _core.MergeError(f"{name}: ranks counted {word:#x}, their histories say {ever} covered, {missed} missed")

@@ -1,0 +1,125 @@
+"""From files to a `Report`. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from ddpcov import _core
+from ddpcov.diagnosis.advice import advise
+from ddpcov.diagnosis.facts import Facts, collect
+from ddpcov.diagnosis.rules import find
+from ddpcov.report import Report, Run, Totals
+
+__all__ = ["build", "read"]
+
+Progress = Callable[[Sequence[Path]], Iterable[Path]]
+
+
+def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
+    """The report of a run.
+
+    Args:
+        path: the capture, one of its shards, or the name that the capture would have: if the run did not reach a clean end,
+            its shards beside it are merged in memory.
+        progress: called with the shards to read; gives them back one by one.
+
+    Raises:
+        ddpcov.CaptureError: the file is none of ours, damaged, or of another format version.
+        OSError: it is not there, or cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise _core.CaptureError(f"{path}: a folder, expected a capture; give the file that out= named")
+    runs, notes = _runs_at(path)
+    if not runs:
+        if notes:
+            raise _core.CaptureError(notes[0])
+        raise FileNotFoundError(
+            f"{path}: no such capture, and no shards ({path.name}.rank0, …) beside it; check the path given to out="
+        )
+    _, newest = max(runs.items())
+    for (_, nonce), files in runs.items():
+        if files is not newest:
+            notes.append(f"{len(files)} file(s) of an earlier run ({nonce:016x}) beside it are not part of this report")
+    captures = [file for kind, file in newest if kind == "capture"]
+    if captures:
+        return build(_named(captures[0], lambda: _core.Capture.read(captures[0])), notes)
+    merger = _core.Merger()
+    num_read = 0
+    for shard in progress([file for _, file in newest]):
+        try:
+            merger.add_shard(shard)
+            num_read += 1
+        except (_core.CaptureError, OSError) as error:
+            notes.append(_with_path(shard, error))
+    if not num_read:
+        raise _core.CaptureError(notes[-1])
+    return build(merger.finish(), notes)
+
+
+def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
+    """The report of a capture."""
+    facts = collect(capture)
+    run = Run(
+        world_size=len(facts.members),
+        ranks=facts.ranks,
+        steps=facts.num_steps,
+        backward_passes=max((lane.num_passes for lane in facts.lanes), default=0),
+        torch=facts.torch,
+        wrapper=facts.wrapper,
+        end={rank: lane.end for lane in facts.lanes for rank in lane.ranks},
+        notes=tuple(notes),
+    )
+    return Report(run, _totals(facts), tuple(facts.parameters), tuple(find(facts)), advise(facts))
+
+
+def _totals(facts: Facts) -> Totals:
+    trainable = [p for p in facts.parameters if p.trainable]
+    missed = [p for p in trainable if p.missed]
+    return Totals(
+        parameters=len(facts.parameters),
+        trainable=len(trainable),
+        covered=len(trainable) - len(missed),
+        missed=len(missed),
+        never=sum(p.coverage == "never" for p in missed),
+        elements=sum(p.numel for p in facts.parameters),
+        elements_missed=sum(p.numel for p in missed),
+        bytes_missed=sum(p.num_bytes for p in missed),
+    )
+
+
+Files = list[tuple[str, Path]]
+
+
+def _runs_at(path: Path) -> tuple[dict[tuple[int, int], Files], list[str]]:
+    """Start and nonce of each run → its files, of those that belong to this name; and remarks on files that are unreadable."""
+    is_shard = re.compile(re.escape(path.name) + r"\.rank(\d+)").fullmatch
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    shards = [(int(match[1]), file) for file in beside if (match := is_shard(file.name))]
+    candidates = [path] if path.exists() else []
+    candidates += [file for _, file in sorted(shards)]
+    runs: dict[tuple[int, int], Files] = {}
+    notes = []
+    for file in candidates:
+        try:
+            kind, nonce, started = _core.peek(file)
+            runs.setdefault((started, nonce), []).append((kind, file))
+        except (_core.CaptureError, OSError) as error:
+            notes.append(_with_path(file, error))
+            if file == path:
+                raise _core.CaptureError(notes[-1]) from None
+    return runs, notes
+
+
+def _with_path(path: Path, error: Exception) -> str:
+    return f"{path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
+
+
+def _named(path: Path, action: Callable[[], _core.Capture]) -> _core.Capture:
+    try:
+        return action()
+    except _core.CaptureError as error:
+        raise _core.CaptureError(f"{path}: {error}") from None

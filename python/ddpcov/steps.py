@@ -1,0 +1,164 @@
+"""Where backward passes and steps begin and end, seen from the places that every training loop goes through.
+
+A pass is one call of autograd's engine from outside the engine: `Variable._execution_engine` is where `Tensor.backward`,
+`torch.autograd.backward` and reentrant checkpointing all arrive. A step ends where an optimizer stepped, which torch's own
+optimizer hooks tell, or where a gradient scaler decided not to let it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Listener", "forget", "reaches_parameter", "start", "stop"]
+
+
+class Listener(Protocol):
+    """Wants to know of passes and steps in this process. None of its methods may raise."""
+
+    def pass_begins(self, is_backward: bool) -> None:
+        """Autograd is about to run; `is_backward` is False for `autograd.grad`, which accumulates nothing by itself."""
+
+    def pass_ends(
+        self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None
+    ) -> None:
+        """It ran from `tensors`, to `inputs` only if there are any, and raised `error` if that is not None."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """The optimizer stepped, or a gradient scaler skipped its step."""
+
+
+_listeners: list[Listener] = []
+_handles: list[RemovableHandle] = []
+_original_engine: Any = Variable._execution_engine
+_original_scaler_step: Any = torch.amp.GradScaler.step
+# Optimizers whose step began and has not been told of yet. A subclass that calls its parent's step runs the hooks of both.
+_stepping: list[Optimizer] = []
+_last_stepped: list[Optimizer] = []
+
+
+def start(listener: Listener) -> None:
+    """Tells `listener` of passes and steps from now on."""
+    if not _listeners:
+        _install()
+    _listeners.append(listener)
+
+
+def stop(listener: Listener) -> None:
+    """Tells `listener` no more; after the last one torch is as it was."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+        if not _listeners:
+            _uninstall()
+
+
+def forget() -> None:
+    """Drops all listeners: this is a forked child, and its parent's records are none of its business."""
+    if _listeners:
+        _listeners.clear()
+        _uninstall()
+
+
+def _install() -> None:
+    global _original_engine, _original_scaler_step
+    _original_engine = Variable._execution_engine
+    Variable._execution_engine = _Engine()
+    _original_scaler_step = torch.amp.GradScaler.step
+    torch.amp.GradScaler.step = _with_skipped_steps(_original_scaler_step)  # type: ignore[method-assign]
+    _handles.append(register_optimizer_step_pre_hook(_before_step))
+    _handles.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _uninstall() -> None:
+    # Whoever replaced these after us keeps their replacement; what is left of ours inside it then only passes calls on.
+    if isinstance(Variable._execution_engine, _Engine):
+        Variable._execution_engine = _original_engine
+    if hasattr(torch.amp.GradScaler.step, "_is_ddpcov"):
+        torch.amp.GradScaler.step = _original_scaler_step  # type: ignore[method-assign]
+    while _handles:
+        _handles.pop().remove()
+    _stepping.clear()
+    _last_stepped.clear()
+
+
+class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
+    """Autograd's engine, telling the listeners of each run."""
+
+    def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        # Inside a graph task: a reentrant checkpoint, or a hook that calls backward. It belongs to the pass outside.
+        if not _listeners or torch._C._current_graph_task_id() != -1:
+            return super().run_backward(tensors, *args, **kwargs)
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        is_backward = bool(args[5] if len(args) > 5 else kwargs.get("accumulate_grad", True))
+        listeners = list(_listeners)
+        for listener in listeners:
+            listener.pass_begins(is_backward)
+        error: BaseException | None = None
+        try:
+            return super().run_backward(tensors, *args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for listener in listeners:
+                listener.pass_ends(is_backward, tensors, inputs or (), error)
+            del error  # it holds this frame
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not any(o is optimizer for o in _stepping):
+        _stepping.append(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for i, known in enumerate(_stepping):
+        if known is optimizer:
+            del _stepping[i]
+            _tell_of_step(optimizer)
+            return
+
+
+def _tell_of_step(optimizer: Optimizer) -> None:
+    _last_stepped[:] = [optimizer]
+    for listener in list(_listeners):
+        listener.optimizer_stepped(optimizer)
+
+
+def _with_skipped_steps(scaler_step: Any) -> Any:
+    @functools.wraps(scaler_step)
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _last_stepped.clear()
+        result = scaler_step(self, optimizer, *args, **kwargs)
+        if not any(o is optimizer for o in _last_stepped):
+            _tell_of_step(optimizer)
+        _last_stepped.clear()
+        return result
+
+    step._is_ddpcov = True  # type: ignore[attr-defined]
+    return step
+
+
+def reaches_parameter(tensors: Iterable[Any], inputs: Sequence[Any]) -> bool:
+    """Whether a pass from `tensors` accumulates into any `nn.Parameter` at all. Stops at the first that it finds."""
+    if inputs:
+        return any(isinstance(t, torch.nn.Parameter) for t in inputs)
+    roots = (t.node if isinstance(t, GradientEdge) else t.grad_fn for t in tensors)
+    nodes = [node for node in roots if node is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return False

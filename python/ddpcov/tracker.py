@@ -1,0 +1,402 @@
+"""`track`: what happens between entering and leaving the block. Lifecycle only; the work is in hooks, steps and ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddpcov import _core, ranks, reading, steps
+from ddpcov.hooks import Hooks
+from ddpcov.report import Report
+
+__all__ = ["Tracker", "track"]
+
+_active: list[Tracker] = []
+_is_fork_watched = False
+_F = TypeVar("_F", bound=Callable[..., None])
+
+
+def track(
+    model: nn.Module,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    process_group: Any = None,
+    diagnose: str = "auto",
+    values: int | None = None,
+    sync_check: int | None = None,
+    rows: Any = None,
+    same_parameters: bool = True,
+    stall_after: float | None = 60.0,
+    guard: bool = False,
+) -> Tracker:
+    """Records which parameters of `model` receive gradients in the `with` block.
+
+    Args:
+        model: any module: plain, DDP, compiled, nested in one another.
+        out: where the first rank leaves the merged run; while it runs, rank r writes `out` + `.rank{r}`. Without it nothing
+            is written and `report()` has the result.
+        optimizer: one or several. When given, parameters that none of them holds are found, and passes before the first
+            optimizer step are one step. Steps are seen without it.
+        process_group: the ranks that train this model together; by default DDP's own group, else all.
+        same_parameters: False if ranks may hold different parameters (pipeline stages).
+        diagnose, values, sync_check, rows, stall_after, guard: kinds of observation that this version does not make yet.
+            It says so when one is asked for, and records coverage all the same.
+
+    Raises:
+        TypeError: `model` is not a module, or `optimizer` no optimizer.
+        ddpcov.Error: another active tracker in this process writes to `out`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"track() expects a torch.nn.Module, found {type(model).__name__}")
+    optimizers = _optimizers(optimizer)
+    if diagnose not in ("auto", "always", "off"):
+        raise ValueError(f'diagnose={diagnose!r}: expected "auto", "always" or "off"')
+    asked = [k for k, v in {"values": values, "sync_check": sync_check, "rows": rows, "guard": guard}.items() if v]
+    if asked:
+        _say(f"{', '.join(asked)}: not observed by ddpcov {_core.__version__}; coverage is recorded without it")
+    return Tracker(model, out, optimizers, process_group, same_parameters)
+
+
+def _optimizers(given: Any) -> list[Optimizer]:
+    listed = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    for one in listed:
+        if not hasattr(one, "param_groups"):
+            raise TypeError(f"optimizer= expects torch.optim.Optimizer, one or several; found {type(one).__name__}")
+    return listed
+
+
+def _say(message: str) -> None:
+    print(f"ddpcov: {message}", file=sys.stderr, flush=True)
+
+
+def _contained(method: _F) -> _F:
+    """A bug of ours, in a call that training makes, ends the recording and nothing else."""
+
+    @functools.wraps(method)
+    def call(self: Tracker, *args: Any, **kwargs: Any) -> None:
+        if self._is_recording:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+
+    return call  # type: ignore[return-value]
+
+
+class Tracker:
+    """One recording. Made by `track`, entered once."""
+
+    def __init__(
+        self, model: nn.Module, out: Any, optimizers: list[Optimizer], process_group: Any, same_parameters: bool
+    ) -> None:
+        self._model = model
+        self._out = None if out is None else os.fspath(out)
+        self._optimizers = optimizers
+        self._process_group = process_group
+        self._same_parameters = same_parameters
+        self._recorder: _core.Recorder | None = None
+        self._merged: _core.Capture | None = None
+        self._is_recording = False
+        self._lock = threading.RLock()
+        self._num_open = 0  # backward calls under way; more than one only from several threads
+        self._deferred: list[Optimizer] = []
+        self._stepped: list[Any] = []  # who ended the last step, as long as no pass followed
+        self._has_raised = self._is_backward = False
+        self._is_synchronised = True
+        self._last_error: BaseException | None = None
+        self._failure: str | None = None  # why nothing is on disk
+
+    def __enter__(self) -> Tracker:
+        if self._recorder is not None:
+            raise _core.Error("this tracker was entered before; call ddpcov.track again for another recording")
+        clash = next((t for t in _active if t._out is not None and t._path() == self._path()), None)
+        if clash is not None:
+            raise _core.Error(f"{self._out}: another tracker in this process writes there; give each its own out=")
+        self._pid = os.getpid()
+        self._ranks = ranks.Ranks(self._model, self._process_group, self._out)
+        self._recorder = self._new_recorder()
+        self._hooks = Hooks(self._model, self._recorder, self._optimizers)
+        self._is_recording = True
+        self._note_run()
+        self._hooks.refresh()
+        _active.append(self)
+        _watch_forks()
+        steps.start(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._pid != os.getpid() or self._recorder is None:
+            return  # a forked child leaves its parent's block
+        steps.stop(self)
+        if self in _active:
+            _active.remove(self)
+        self._hooks.remove()
+        if not self._is_recording:
+            self._contain(self._ranks.leave)
+        elif error is None:
+            self._contain(self._finish_cleanly)
+        else:
+            self._contain(lambda: self._finish_failed(error))
+        self._is_recording = False
+
+    def step(self) -> None:
+        """Closes a step by hand. Nothing happens if no pass was seen since the last step."""
+        self._end_by_hand()
+
+    def report(self) -> Report:
+        """The report: of all ranks on the first rank after a clean exit, of this rank before that and elsewhere.
+
+        Raises:
+            ddpcov.Error: the block was not entered yet.
+        """
+        if self._recorder is None:
+            raise _core.Error("nothing is recorded yet: enter the block first")
+        return reading.build(self._merged or self._recorder.capture())
+
+    # What `steps` tells.
+
+    @_contained
+    def pass_begins(self, is_backward: bool) -> None:
+        """See `steps.Listener`."""
+        with self._lock:
+            if self._num_open == 0:
+                self._close_touched()
+                self._hooks.refresh()
+                self._is_synchronised = self._hooks.averaging.is_synchronised()
+                self._has_raised = self._is_backward = False
+            if is_backward and not self._is_backward:
+                self._is_backward = True
+                self._core.begin_pass()
+            self._num_open += 1
+
+    @_contained
+    def pass_ends(
+        self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None
+    ) -> None:
+        """See `steps.Listener`."""
+        with self._lock:
+            if self._num_open == 0:
+                return  # it began before the block did
+            self._num_open -= 1
+            if error is not None and is_backward:
+                self._has_raised, self._last_error = True, error
+            if self._num_open:
+                return
+            if self._core.is_touched() or (self._is_backward and not self._is_foreign(tensors, inputs, error)):
+                self._close_pass()
+            else:
+                self._core.drop_pass()
+            # An optimizer may step inside the pass, from a hook; its step ends with the pass.
+            deferred, self._deferred = self._deferred, []
+            for optimizer in deferred:
+                self._end_step(optimizer)
+
+    @_contained
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """See `steps.Listener`."""
+        with self._lock:
+            is_ours = any(o is optimizer for o in self._optimizers) or any(
+                self._hooks.owns(group["params"]) for group in optimizer.param_groups
+            )
+            if not is_ours:
+                return
+            if self._num_open:
+                self._deferred.append(optimizer)
+            else:
+                self._end_step(optimizer)
+
+    @_contained
+    def _end_by_hand(self) -> None:
+        with self._lock:
+            self._close_touched()
+            if self._core.has_passes():
+                self._end_step(self)
+
+    def _is_foreign(self, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> bool:
+        """Whether a pass that touched nothing of this model trained another: with two models both see each other's passes."""
+        return error is None and not self._hooks.owns(inputs) and steps.reaches_parameter(tensors, inputs)
+
+    def _close_touched(self) -> None:
+        """Closes what autograd did without Python's knowledge, run from C++."""
+        if self._core.is_touched():
+            self._close_pass()
+
+    def _close_pass(self) -> None:
+        flags = _core.RAISED if self._has_raised else 0
+        if self._hooks.averaging.ddps and not self._is_synchronised:
+            flags |= _core.NO_SYNC
+        self._has_raised = False
+        self._core.close_pass(flags)
+        if self._failure is None and (failure := self._core.failure) is not None:
+            self._failure = failure
+            _say(f"{self._shard()}: {failure}; the recording goes on in memory")
+
+    def _end_step(self, by: Any) -> None:
+        self._close_touched()
+        if self._core.has_passes() or not self._stepped or any(by is other for other in self._stepped):
+            # The same optimizer once more, with no pass between: a step in which nothing was covered.
+            self._core.close_step()
+            self._stepped = [by]
+        else:
+            self._stepped.append(by)  # several optimizers, one after the other: one step
+
+    # Beginning.
+
+    @property
+    def _core(self) -> _core.Recorder:
+        assert self._recorder is not None
+        return self._recorder
+
+    def _new_recorder(self) -> _core.Recorder:
+        started, nonce = self._ranks.name_run()
+
+        def make(path: Path | None) -> _core.Recorder:
+            return _core.Recorder(
+                path,
+                started=started,
+                nonce=nonce,
+                ranks=self._ranks.member_ranges(),
+                rank=self._ranks.rank,
+                optimizer_given=bool(self._optimizers),
+            )
+
+        try:
+            return make(self._shard())
+        except OSError as error:
+            self._failure = str(error)
+            _say(f"{self._shard()}: {error}; the recording stays in memory")
+            return make(None)
+
+    def _note_run(self) -> None:
+        run = {"torch": torch.__version__, "wrapper": asdict(self._hooks.averaging.wrapper)}
+        self._core.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
+
+    def _path(self) -> Path | None:
+        return None if self._out is None else Path(self._out).absolute()
+
+    def _shard(self) -> Path | None:
+        path = self._path()
+        return None if path is None else path.with_name(f"{path.name}.rank{self._ranks.rank}")
+
+    # Ending.
+
+    def _give_up(self, reason: str) -> None:
+        self._is_recording = False
+        steps.stop(self)
+        self._core.disable()
+        _say(f"recording stopped, training goes on: {reason}")
+        self._contain(self._hooks.remove)
+        self._contain(lambda: self._core.finish(f"exception: ddpcov stopped recording: {reason}"))
+
+    def _contain(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            _say(f"at the end of the block: {type(error).__name__}: {error}")
+
+    def _finish_cleanly(self) -> None:
+        self._close_touched()
+        self._core.finish("clean")
+        if self._ranks.world_size == 1:
+            self._merged = self._core.capture()
+            self._write(self._merged)
+            return
+        own = self._core.capture().analyse()
+        outcome = self._ranks.agree(hashlib.sha256(repr(own.parameters).encode()).hexdigest())
+        if outcome == "apart":
+            where = f": `python -m ddpcov report {self._out}` merges them" if self._out else ""
+            _say(f"rank {self._ranks.rank}: not every rank left the block cleanly; the shards stay{where}")
+            return
+        history = self._core.history()
+        sums = ranks.pack_counts(own)
+        if outcome == "merge" and self._ranks.is_same_everywhere(history, sums):
+            histories = [(self._ranks.member_ranges(), history)]
+        else:
+            histories = self._ranks.gather(history)
+        if self._ranks.is_first:
+            merged = self._core.merge(histories)
+            if outcome == "merge":
+                ranks.check_sums(merged.analyse(), sums)
+            self._merged = merged
+            is_written = self._write(merged)
+            if self._out is not None:
+                self._ranks.tell_written(is_written)
+        elif self._out is not None and self._ranks.is_written():
+            self._remove_shard()
+
+    def _write(self, capture: _core.Capture) -> bool:
+        path = self._path()
+        if path is None:
+            return False
+        beside = path.with_name(path.name + ".new")
+        try:
+            beside.write_bytes(capture.encode())
+            beside.replace(path)  # so that a capture of that name is always whole
+        except OSError as error:
+            _say(f"{path}: {error.strerror or error}; the report is in memory only")
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            return False
+        self._remove_shard()
+        return True
+
+    def _remove_shard(self) -> None:
+        shard = self._shard()
+        if shard is not None:
+            shard.unlink(missing_ok=True)
+
+    def _finish_failed(self, error: BaseException) -> None:
+        in_pass = any(e is self._last_error for e in (error, error.__cause__, error.__context__))
+        fact = {"type": type(error).__name__, "message": str(error)[:8000], "in_pass": in_pass}
+        fact["named"] = self._hooks.named_by_ddp(str(error))
+        self._core.note("exception", json.dumps(fact))
+        line = str(error).strip().split("\n", 1)[0][:300]
+        self._core.finish(f"exception: {type(error).__name__}: {line}".removesuffix(": "))
+        self._ranks.leave()
+        if isinstance(error, Exception):
+            self._annotate(error)
+
+    def _annotate(self, error: Exception) -> None:
+        report = self.report()
+        blamed = {n for f in report.findings if f.code[:4] in ("DDC1", "DDC2") for n in f.parameters}
+        if not blamed:
+            return
+        names = [p.name for p in report.parameters if p.name in blamed]
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        more = f" `python -m ddpcov report {self._out}` shows the rest." if self._out else ""
+        note = (
+            f"ddpcov: on rank {self._ranks.rank}, {len(names)} of {report.totals.trainable} trainable parameters missed"
+            f" a gradient: {shown}.{more}"
+        )
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]  # PEP 678, on 3.10 too
+
+
+def _watch_forks() -> None:
+    global _is_fork_watched
+    if not _is_fork_watched:
+        _is_fork_watched = True
+        os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    # The mapped pages are shared with the parent: not a bit may be set in them from here.
+    for tracker in _active:
+        tracker._is_recording = False
+        tracker._core.disable()
+    _active.clear()
+    steps.forget()

@@ -1,0 +1,403 @@
+//! The live store: hooks set bits in the open pass, closing a pass turns its bits into a pattern, and equal steps into a
+//! count. Memory holds the patterns met so far, up to a limit; everything else is in the journal.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::bitset::Row;
+use crate::capture::{Fact, Lane, Passes, Pattern, RunId, Shape, Situation, flags, push_passes};
+use crate::error::{Error, Result};
+use crate::journal::live::{self, MAX_ENTRIES, State};
+use crate::journal::{Record, Sink, Words, begin_shard, encode, live_rows, read_shard};
+use crate::params::Parameter;
+
+/// Patterns and shapes kept for recognition, in bytes. When a run has more (random routing among many experts), they are
+/// forgotten and met anew: the journal grows, memory does not.
+const MAX_KNOWN_BYTES: usize = 64 << 20;
+
+/// Parameters that a model may have; 200 MB of rows.
+const MAX_PARAMETERS: u32 = 1 << 24;
+
+/// Records one rank. Any thread may call any method.
+pub struct Recorder {
+    shared: Arc<Shared>,
+    inner: Mutex<Inner>,
+}
+
+struct Shared {
+    enabled: AtomicBool,
+    row_set: AtomicU32,
+}
+
+/// Row words for a range of parameters. A model that grows gets a further block; none is ever moved.
+struct Block {
+    first_word: usize,
+    num_words: usize,
+    offset: u64,
+    words: Words,
+}
+
+/// One parameter's entry to the recorder, called from autograd.
+pub struct Slot {
+    shared: Arc<Shared>,
+    block: Arc<Block>,
+    word: usize,
+    mask: u64,
+    defined: AtomicBool,
+}
+
+impl Slot {
+    /// A gradient, defined or not, is about to be accumulated; or was only captured, and nothing more follows.
+    pub fn arrived(&self, defined: bool) {
+        self.defined.store(defined, Ordering::Relaxed);
+    }
+
+    /// The gradient accumulator ran.
+    pub fn accumulated(&self) {
+        // Taken, not read: what `autograd.grad` captured last must not vouch for the next accumulation.
+        let defined = self.defined.swap(false, Ordering::Relaxed);
+        if !self.shared.enabled.load(Ordering::Relaxed) {
+            return;
+        }
+        let row_set = self.shared.row_set.load(Ordering::Relaxed);
+        let words = &self.block.words[live::row_index(row_set, self.block.num_words, self.word)..];
+        if words[0].fetch_or(self.mask, Ordering::Relaxed) & self.mask != 0 {
+            words[2].fetch_or(self.mask, Ordering::Relaxed);
+        }
+        if defined {
+            words[1].fetch_or(self.mask, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Recorder {
+    /// A recorder for `rank` that writes its shard to `path`, or keeps it in memory.
+    pub fn new(path: Option<&Path>, run: &RunId, rank: u64) -> Result<Self> {
+        let (start, offset) = begin_shard(run, rank);
+        let journal_len = start.len() as u64;
+        let sink = match path {
+            Some(path) => Sink::file(path, &start)?,
+            None => Sink::memory(start),
+        };
+        let words = sink.words(offset, live::STATE_WORDS)?;
+        let state = State { journal_len, ..State::default() };
+        live::store(&words, 0, &state);
+        let inner = Inner {
+            sink,
+            state_words: (offset, words),
+            state,
+            commit: 0,
+            blocks: Vec::new(),
+            num_parameters: 0,
+            situations: Known::default(),
+            patterns: Known::default(),
+            shapes: Known::default(),
+            spilled: false,
+            failure: None,
+            lost: false,
+        };
+        let shared = Shared { enabled: AtomicBool::new(true), row_set: AtomicU32::new(0) };
+        Ok(Self { shared: Arc::new(shared), inner: Mutex::new(inner) })
+    }
+
+    fn inner(&self) -> std::sync::MutexGuard<'_, Inner> {
+        // A panic while the lock was held left the journal committed up to the last whole step.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Defines parameters `first`, `first + 1`, …, new or anew.
+    pub fn define(&self, first: u32, parameters: Vec<Parameter>) -> Result<()> {
+        let mut inner = self.inner();
+        let end = u64::from(first) + parameters.len() as u64;
+        if first > inner.num_parameters || end > u64::from(MAX_PARAMETERS) {
+            let what = format!("parameters {first} to {end}: expected the next id, at most {MAX_PARAMETERS}");
+            return Err(Error::Invalid { what });
+        }
+        if let Some(p) = parameters.iter().find(|p| p.shape.len() > 255 || p.aliases.len() > usize::from(u16::MAX)) {
+            return Err(Error::Invalid { what: format!("{}: more dimensions or aliases than can be recorded", p.name) });
+        }
+        inner.num_parameters = inner.num_parameters.max(end as u32);
+        inner.append(&Record::Parameters { first, parameters })?;
+        inner.grow()
+    }
+
+    /// The slot of a defined parameter.
+    pub fn slot(&self, id: u32) -> Result<Slot> {
+        let inner = self.inner();
+        let word = id as usize / 64;
+        let holds = |b: &&Arc<Block>| (b.first_word..b.first_word + b.num_words).contains(&word);
+        match inner.blocks.iter().find(holds) {
+            Some(block) if id < inner.num_parameters => Ok(Slot {
+                shared: self.shared.clone(),
+                block: block.clone(),
+                word: word - block.first_word,
+                mask: (1_u64 << (id % 64)).to_le(),
+                defined: AtomicBool::new(false),
+            }),
+            _ => Err(Error::Invalid { what: format!("parameter {id} of {}", inner.num_parameters) }),
+        }
+    }
+
+    /// States what is true of the parameters from the next pass on.
+    pub fn set_situation(&self, situation: Situation) -> Result<()> {
+        let mut inner = self.inner();
+        let (id, is_new) = inner.situations.intern(&situation, 6 * 8 * situation.registered.words().len());
+        inner.state.situation = Some(id);
+        if is_new { inner.append(&Record::Situation(situation)) } else { inner.commit(); Ok(()) }
+    }
+
+    /// A backward pass begins.
+    pub fn begin_pass(&self) {
+        let inner = self.inner();
+        live::store_pass(&inner.state_words.1, inner.state.num_passes, true);
+    }
+
+    /// The pass that began is none of this model's.
+    pub fn drop_pass(&self) {
+        let inner = self.inner();
+        live::store_pass(&inner.state_words.1, inner.state.num_passes, false);
+    }
+
+    /// The open pass ended; `flags` are those of [`crate::capture::flags`]. Needs a situation.
+    pub fn close_pass(&self, flags: u32) -> Result<()> {
+        let mut inner = self.inner();
+        let row_set = inner.state.row_set;
+        let [reached, covered, again] = [0, 1, 2].map(|k| inner.row(row_set, k));
+        inner.add_pass(Pattern { situation: 0, reached, covered, again }, flags)?;
+        // One commit counts the pass and turns to the other row set; only then may the bits go.
+        inner.state.num_passes += 1;
+        inner.state.row_set = 1 - row_set;
+        inner.commit();
+        self.shared.row_set.store(inner.state.row_set, Ordering::Relaxed);
+        for block in &inner.blocks {
+            let begin = live::row_index(row_set, block.num_words, 0);
+            for word in &block.words[begin..begin + 3 * block.num_words] {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether any accumulator ran since the last pass was closed.
+    pub fn is_touched(&self) -> bool {
+        let inner = self.inner();
+        !inner.row(inner.state.row_set, 0).is_empty()
+    }
+
+    /// Whether a pass was closed since the last step was closed.
+    pub fn has_passes(&self) -> bool {
+        let inner = self.inner();
+        inner.spilled || !inner.state.entries.is_empty()
+    }
+
+    /// The step ended; one without a pass is recorded as such.
+    pub fn close_step(&self) -> Result<()> {
+        let mut inner = self.inner();
+        if !inner.spilled && inner.state.entries.is_empty() {
+            inner.add_pass(Pattern::default(), flags::EMPTY)?;
+        }
+        if inner.spilled {
+            inner.spilled = false;
+            inner.shapes.next += 1;
+            let rest = std::mem::take(&mut inner.state.entries);
+            return inner.append_all(&[Record::Passes(rest), Record::StepEnd]);
+        }
+        let shape = std::mem::take(&mut inner.state.entries);
+        let (id, is_new) = inner.shapes.intern(&shape, size_of_val(&shape[..]));
+        let flushed = match &mut inner.state.run {
+            Some((run, count)) if *run == id => {
+                *count += 1;
+                None
+            }
+            run => run.replace((id, 1)),
+        };
+        let flushed = flushed.map(|(shape, count)| Record::Steps { shape, count });
+        let records: Vec<_> = is_new.then_some(Record::Shape(shape)).into_iter().chain(flushed).collect();
+        inner.append_all(&records)
+    }
+
+    /// Notes a fact.
+    pub fn note(&self, fact: Fact) -> Result<()> {
+        self.inner().append(&Record::Fact(fact))
+    }
+
+    /// The rank leaves; nothing may be recorded after this.
+    pub fn finish(&self, end: &str) -> Result<()> {
+        self.disable();
+        self.inner().append(&Record::End(end.into()))
+    }
+
+    /// Ignores all events from now on: the block was left, or this is a forked child, whose pages of the file are shared with
+    /// its parent.
+    pub fn disable(&self) {
+        self.shared.enabled.store(false, Ordering::Relaxed);
+    }
+
+    /// Why recording went on in memory only, if it did.
+    pub fn failure(&self) -> Option<String> {
+        self.inner().failure.clone()
+    }
+
+    /// What was recorded so far, read back from the journal.
+    pub fn lane(&self) -> Result<(RunId, Lane)> {
+        let bytes = self.inner().snapshot()?;
+        read_shard(&bytes)
+    }
+}
+
+/// Things recognised when they are met again; ids count up whether or not they are still known.
+struct Known<T> {
+    ids: HashMap<T, u32>,
+    next: u32,
+    bytes: usize,
+}
+
+impl<T> Default for Known<T> {
+    fn default() -> Self {
+        Self { ids: HashMap::new(), next: 0, bytes: 0 }
+    }
+}
+
+impl<T: Clone + Eq + std::hash::Hash> Known<T> {
+    /// The thing's id, and whether it is new; `bytes` is roughly its size.
+    fn intern(&mut self, thing: &T, bytes: usize) -> (u32, bool) {
+        if let Some(&id) = self.ids.get(thing) {
+            return (id, false);
+        }
+        self.bytes += bytes + 64;
+        if self.bytes > MAX_KNOWN_BYTES {
+            self.ids.clear();
+            self.bytes = bytes;
+        }
+        self.ids.insert(thing.clone(), self.next);
+        self.next += 1;
+        (self.next - 1, true)
+    }
+}
+
+struct Inner {
+    sink: Sink,
+    state_words: (u64, Words),
+    state: State,
+    commit: u64,
+    blocks: Vec<Arc<Block>>,
+    num_parameters: u32,
+    situations: Known<Situation>,
+    patterns: Known<Pattern>,
+    shapes: Known<Shape>,
+    /// Whether passes of the step that is not closed yet are in the journal already.
+    spilled: bool,
+    /// Why the journal is no longer in its file.
+    failure: Option<String>,
+    /// The file took no more, and could not be read back either.
+    lost: bool,
+}
+
+impl Inner {
+    fn commit(&mut self) {
+        if self.lost {
+            return; // The state may refer to a record that was never written.
+        }
+        self.commit += 1;
+        self.state.journal_len = self.sink.len();
+        live::store(&self.state_words.1, self.commit, &self.state);
+    }
+
+    fn append(&mut self, record: &Record) -> Result<()> {
+        self.append_all(std::slice::from_ref(record))
+    }
+
+    /// Writes the records and commits them together with the state.
+    fn append_all(&mut self, records: &[Record]) -> Result<()> {
+        let mut bytes = Vec::new();
+        records.iter().for_each(|record| encode(&mut bytes, record));
+        self.write(&bytes)?;
+        self.commit();
+        Ok(())
+    }
+
+    /// Appends bytes; if the file takes no more, goes on in memory with what it has.
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let Err(error) = self.sink.append(bytes) else { return Ok(()) };
+        self.failure = Some(error.to_string());
+        // The file keeps its last commit and must not show a pass that will never close in it.
+        live::store_pass(&self.state_words.1, self.state.num_passes, false);
+        self.lost = true;
+        let mut all = self.sink.contents()?;
+        self.lost = false;
+        all.extend_from_slice(bytes);
+        self.sink = Sink::memory(all);
+        self.state_words.1 = Words::heap(live::STATE_WORDS);
+        Ok(())
+    }
+
+    /// Makes room in the rows for all parameters, and to spare.
+    fn grow(&mut self) -> Result<()> {
+        let have = self.blocks.last().map_or(0, |b| b.first_word + b.num_words);
+        let need = (self.num_parameters as usize).div_ceil(64);
+        if need <= have {
+            return Ok(());
+        }
+        let num_words = (need - have).max(have / 2).max(4);
+        let (record, offset) = live_rows(self.sink.len(), have as u32, num_words);
+        self.write(&record)?;
+        let words = self.sink.words(offset, num_words * live::ROWS_PER_WORD)?;
+        self.blocks.push(Arc::new(Block { first_word: have, num_words, offset, words }));
+        self.commit();
+        Ok(())
+    }
+
+    /// Row `kind` (0 reached, 1 covered, 2 again) of a row set.
+    fn row(&self, row_set: u32, kind: usize) -> Row {
+        let of_block = |b: &Arc<Block>| {
+            let begin = live::row_index(row_set, b.num_words, 0) + kind;
+            let words = b.words[begin..].iter().step_by(3).take(b.num_words);
+            words.map(|w| u64::from_le(w.load(Ordering::Relaxed))).collect::<Vec<_>>()
+        };
+        Row::from_words(self.blocks.iter().flat_map(of_block).collect())
+    }
+
+    /// Adds a pass to the open step; the caller commits.
+    fn add_pass(&mut self, mut pattern: Pattern, flags: u32) -> Result<()> {
+        let Some(situation) = self.state.situation else {
+            return Err(Error::Invalid { what: "a pass was closed before any situation was set".into() });
+        };
+        pattern.situation = situation;
+        let bytes = 3 * 8 * pattern.reached.words().len();
+        let (id, is_new) = self.patterns.intern(&pattern, bytes);
+        let mut written = Vec::new();
+        if is_new {
+            encode(&mut written, &Record::Pattern(pattern));
+        }
+        let passes = Passes { pattern: id, flags, count: 1 };
+        let mut entries = std::mem::take(&mut self.state.entries);
+        push_passes(&mut entries, passes);
+        if entries.len() > MAX_ENTRIES {
+            // A step of very many different passes, or a run without optimizer steps: the journal takes them.
+            let last = entries.split_off(MAX_ENTRIES);
+            if let Some((shape, count)) = self.state.run.take() {
+                encode(&mut written, &Record::Steps { shape, count });
+            }
+            encode(&mut written, &Record::Passes(entries));
+            entries = last;
+            self.spilled = true;
+        }
+        self.state.entries = entries;
+        if written.is_empty() { Ok(()) } else { self.write(&written) }
+    }
+
+    /// The shard as a file would have it now.
+    fn snapshot(&mut self) -> Result<Vec<u8>> {
+        let mut bytes = self.sink.contents()?;
+        let live = std::iter::once((self.state_words.0, &self.state_words.1));
+        for (offset, words) in live.chain(self.blocks.iter().map(|b| (b.offset, &b.words))) {
+            for (i, word) in words.iter().enumerate() {
+                let begin = offset as usize + 8 * i;
+                bytes[begin..begin + 8].copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+            }
+        }
+        Ok(bytes)
+    }
+}
