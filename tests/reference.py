@@ -1,13 +1,16 @@
 """The slow reference instrument, and the means to run it beside ddpcov on one training script.
 
-`Reference` shares nothing with ddpcov but the definition: covered means that a defined gradient was accumulated. It is told
-where passes and steps end, and puts new Python hooks on every parameter before each pass, so that nothing can go stale.
+`Reference` shares nothing with ddpcov but the definition: covered means that a defined gradient was accumulated. It is
+told where passes and steps end, and puts new Python hooks on every parameter before each pass, so that none goes stale.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -25,61 +28,69 @@ PREFIXES = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 class Reference:
     """Which trainable parameters accumulated a defined gradient, by pass and by step.
 
-    with Reference(model) as ref:
+        ref = Reference(model)
         with ref.backward_pass():
             loss.backward()
         optimizer.step()
         ref.end_step()
+
+    If no step is ever ended, each pass is one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._steps: list[tuple[set[str], set[str]]] = []  # names trainable, names covered
-        self._passes: list[tuple[set[str], set[str]]] = []  # the same, of the open step
+        self._ended: list[_Seen] = []  # steps
+        self._open: list[_Seen] = []  # passes since the last step
         self.num_passes = 0
 
-    @property
-    def num_steps(self) -> int:
-        return len(self._steps)
-
-    def __enter__(self) -> Reference:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._passes:  # a step that no optimizer ended counts too
-            self.end_step()
-
     @contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """Watches one user-level backward, which may raise."""
-        trainable, covered = self._trainable(), set[str]()
-        handles = [h for name, p in trainable.items() for h in _watch(p, lambda name=name: covered.add(name))]
+    def backward_pass(self) -> Iterator[set[str]]:
+        """Watches one user-level backward, which may raise; gives the set that holds the covered names afterwards."""
+        trainable, seen = self._trainable(), _Seen(set(), set())
+        handles = [h for name, p in trainable.items() for h in _watch(p, partial(seen.covered.add, name))]
         try:
-            yield
+            yield seen.covered
         finally:
             for handle in handles:
                 handle.remove()
-            self._passes.append((set(trainable), covered))
+            seen.trainable.update(trainable)
+            self._open.append(seen)
             self.num_passes += 1
 
     def end_step(self) -> None:
         """Ends a step: its passes are those since the last one, and may be none."""
-        passes = self._passes or [(set(self._trainable()), set())]
-        self._steps.append((set().union(*(t for t, _ in passes)), set().union(*(c for _, c in passes))))
-        self._passes = []
+        self._ended.append(_Seen.union(self._open or [_Seen(set(self._trainable()), set())]))
+        self._open = []
+
+    def steps(self) -> list[_Seen]:
+        """The steps so far, also the one that is open."""
+        if not self._ended:
+            return self._open
+        return [*self._ended, _Seen.union(self._open)] if self._open else self._ended
 
     def missed(self) -> Missed:
         """Inclusive ranges of steps by parameter; parameters that missed nothing are absent."""
-        names = sorted(set().union(*(t - c for t, c in self._steps)))
-        return {n: _ranges(i for i, (t, c) in enumerate(self._steps) if n in t - c) for n in names}
+        missed = [step.trainable - step.covered for step in self.steps()]
+        return {n: _ranges(i for i, names in enumerate(missed) if n in names) for n in sorted(set().union(*missed))}
 
-    def hits(self) -> dict[str, int]:
-        """Number of steps that covered each parameter; those never covered are absent."""
-        names = set().union(*(c for _, c in self._steps))
-        return {n: sum(n in c for _, c in self._steps) for n in names}
+    def hits(self) -> Counter[str]:
+        """Number of steps that covered each parameter."""
+        return Counter(name for step in self.steps() for name in step.covered)
 
     def _trainable(self) -> dict[str, Tensor]:
         return {bare(name): p for name, p in self._model.named_parameters() if p.requires_grad}
+
+
+@dataclass
+class _Seen:
+    """Names in a pass or a step."""
+
+    trainable: set[str]
+    covered: set[str]
+
+    @staticmethod
+    def union(several: list[_Seen]) -> _Seen:
+        return _Seen(set().union(*(s.trainable for s in several)), set().union(*(s.covered for s in several)))
 
 
 def _watch(parameter: Tensor, on_covered: Callable[[], None]) -> list[Any]:
@@ -115,18 +126,19 @@ def _ranges(steps: Iterable[int]) -> list[tuple[int, int]]:
 
 def assert_agree(report: ddpcov.Report, ref: Reference, rank: int = 0) -> None:
     """Holds what `report` says of `rank` against the reference: steps, passes, and each parameter's missed and hits."""
-    missed, hits = ref.missed(), ref.hits()
+    missed, hits, num_steps = ref.missed(), ref.hits(), len(ref.steps())
     told = {p.name: p for p in report.parameters}
-    compared = [("steps", report.run.steps, ref.num_steps), ("passes", report.run.backward_passes, ref.num_passes)]
+    compared = [("steps", report.run.steps, num_steps), ("passes", report.run.backward_passes, ref.num_passes)]
     for name in sorted(told.keys() | missed.keys() | hits.keys()):
-        ours, p = (missed.get(name, []), hits.get(name, 0)), told.get(name)
+        ours, p = (missed.get(name, []), hits[name]), told.get(name)
         if p is None:
             compared.append((name, "absent", ours))
             continue
         theirs = [tuple(r) for r in p.missed.get(rank, ())], p.hits.get(rank, 0)
         compared.append((f"{name}: missed", theirs[0], ours[0]))
         compared.append((f"{name}: hits", theirs[1], ours[1]))
-        compared.append((f"{name}: coverage", p.coverage, _coverage(*ours)))
+        if num_steps:
+            compared.append((f"{name}: coverage", p.coverage, _coverage(*ours)))
     lines = [f"  {what}: ddpcov {a}, reference {b}" for what, a, b in compared if a != b]
     assert not lines, "\n".join(["ddpcov and the reference disagree", *lines])
 
@@ -146,11 +158,9 @@ class Both:
 
     def __enter__(self) -> Both:
         self.cov.__enter__()
-        self.ref.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.ref.__exit__(kind, error, tb)
         self.cov.__exit__(kind, error, tb)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -171,7 +181,7 @@ class Both:
 
     def check(self, *, steps: int, missed: Missed) -> ddpcov.Report:
         """Both agree, and on these very facts; `missed` names every parameter that missed a step."""
-        assert (self.ref.num_steps, self.ref.missed()) == (steps, missed)
+        assert (len(self.ref.steps()), self.ref.missed()) == (steps, missed)
         report = self.cov.report()
         assert_agree(report, self.ref)
         return report
@@ -192,6 +202,30 @@ class Net(nn.Module):
 
     def loss(self, *names: str) -> Tensor:
         return self(torch.ones(2, 3), *names).sum()
+
+
+class Undefine(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class Fail(torch.autograd.Function):
+    """Passes its input on, and raises when a gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("in backward")
 
 
 def layer() -> nn.Linear:

@@ -7,6 +7,24 @@ class of the owning module). Methods that take long release the interpreter.
 import os
 from typing import Any, final
 
+__all__ = [
+    "NO_SYNC",
+    "RAISED",
+    "Analysis",
+    "Capture",
+    "CaptureError",
+    "Error",
+    "MergeError",
+    "Merger",
+    "Recorder",
+    "Slot",
+    "__version__",
+    "difference",
+    "intersection",
+    "peek",
+    "union",
+]
+
 __version__: str
 NO_SYNC: int
 """Flag of a pass: the wrapper was told not to average it."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -89,7 +89,9 @@ class Hooks:
         """The parameters that a message of DDP gives by number, by name. It counts those that required a gradient when the
         model was wrapped."""
         numbers = {n for found in _DDP_NUMBERS.findall(message) for group in found for n in group.split()}
-        names = {id(t): self._definitions[param_id][0] for t, param_id in zip(self._seen.tensors, self._tensor_ids, strict=True)}
+        names = {
+            id(t): self._definitions[param_id][0] for t, param_id in zip(self._seen.tensors, self._tensor_ids, strict=True)
+        }
         awaited = self.averaging.awaited
         within = sorted(int(n) for n in numbers if int(n) < len(awaited))
         return {str(n): names.get(id(awaited[n]), "(no longer in the model)") for n in within}
@@ -102,10 +104,11 @@ class Hooks:
 
     def _look_through(self, num_optimized: int) -> None:
         modules = list(wrappers.walk(self._model))
-        if [m for _, m in modules if isinstance(m, wrappers.DistributedDataParallel)] != self.averaging.ddps:
+        if wrappers.ddps_in(m for _, m in modules) != self.averaging.ddps:
             self.averaging = wrappers.examine(self._model)
-        named, is_lazy = self._named_parameters(modules)
-        dicts = [d for _, m in modules for d in (m._parameters, m._modules)]
+        sharding = wrappers.sharding_of(m for _, m in modules)
+        named, is_lazy = _named_parameters(modules, sharding)
+        dicts: list[dict[str, Any]] = [cast(dict[str, Any], d) for _, m in modules for d in (m._parameters, m._modules)]
         tensors = [tensor for tensor, _ in named]
         self._seen = _Seen(
             dicts=dicts,
@@ -113,39 +116,14 @@ class Hooks:
             tensors=tensors,
             requires_grad=list(map(_requires_grad, tensors)),
             num_optimized=num_optimized,
-            is_complete=not is_lazy,
+            is_complete=sharding.is_complete and not is_lazy,
         )
-        self._own = set(map(id, tensors))
+        self._own = {*map(id, tensors), *sharding.hidden}
         ids = self._define([definition for _, definition in named])
         self._tensor_ids = ids
-        self._arm(tensors, ids)
-        self._state_situation(tensors, ids)
-
-    def _named_parameters(self, modules: list[tuple[str, nn.Module]]) -> tuple[list[tuple[Tensor, Definition]], bool]:
-        """Each parameter once, under its first name, and whether some have no shape yet."""
-        is_lazy = False
-        found: dict[int, tuple[Tensor, Definition]] = {}
-        names: set[str] = set()
-        for prefix, module in modules:
-            module_class = f"{type(module).__module__}.{type(module).__qualname__}"
-            for key, tensor in module._parameters.items():
-                if tensor is None:
-                    continue
-                if wrappers.is_lazy(tensor):
-                    is_lazy = True
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                if id(tensor) in found:
-                    definition = found[id(tensor)][1]
-                    if name != definition[0] and name not in definition[1]:
-                        definition[1].append(name)
-                    continue
-                while name in names:  # two wrappers side by side, each holding a parameter of that name
-                    name += "'"
-                names.add(name)
-                shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                found[id(tensor)] = tensor, (name, [], shape, dtype, tensor.element_size(), module_class)
-        return list(found.values()), is_lazy
+        self._arm([sharding.leaves.get(id(t), t) for t in tensors], ids)
+        held = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
+        self._state_situation(tensors, ids, optimized=[sharding.hidden.get(id(p), p) for p in held])
 
     def _define(self, definitions: list[Definition]) -> list[int]:
         """Tells the recorder of new names, and of known names with a new shape, type or alias; returns their ids."""
@@ -163,24 +141,24 @@ class Hooks:
             self._recorder.define(first, self._definitions[first:])
         return [self._ids[definition[0]] for definition in definitions]
 
-    def _arm(self, tensors: list[Tensor], ids: list[int]) -> None:
-        wanted = {id(t): param_id for t, param_id in zip(tensors, ids, strict=True)}
+    def _arm(self, leaves: list[Tensor], ids: list[int]) -> None:
+        wanted = {id(leaf): param_id for leaf, param_id in zip(leaves, ids, strict=True)}
         for key, armed in list(self._armed.items()):
             if wanted.get(key) != armed.param_id:
                 self._armed.pop(key).remove()
-        for tensor, param_id in zip(tensors, ids, strict=True):
-            # Hooks cannot be put on a frozen tensor; those on one that was frozen later stay, and stay silent.
-            if id(tensor) not in self._armed and wrappers.is_trainable(tensor):
+        for leaf, param_id in zip(leaves, ids, strict=True):
+            # Hooks cannot be put on a frozen leaf; those on one that was frozen later stay, and stay silent.
+            if id(leaf) not in self._armed and wrappers.is_trainable(leaf):
                 slot = self._recorder.slot(param_id)
                 # The first tells a defined gradient from none, the second that it was accumulated and not merely captured.
                 # Either alone is wrong: see the tests of undefined gradients and of `autograd.grad`.
                 handles = (
-                    tensor.register_hook(slot.arrived),
-                    tensor.register_post_accumulate_grad_hook(slot.accumulated),
+                    leaf.register_hook(slot.arrived),  # type: ignore[no-untyped-call]
+                    leaf.register_post_accumulate_grad_hook(slot.accumulated),  # type: ignore[no-untyped-call]
                 )
-                self._armed[id(tensor)] = _Armed(tensor, param_id, handles)
+                self._armed[id(leaf)] = _Armed(leaf, param_id, handles)
 
-    def _state_situation(self, tensors: list[Tensor], ids: list[int]) -> None:
+    def _state_situation(self, tensors: list[Tensor], ids: list[int], optimized: list[Tensor]) -> None:
         def among(others: Iterable[Any]) -> list[int]:
             keys = set(map(id, others))
             return [param_id for t, param_id in zip(tensors, ids, strict=True) if id(t) in keys]
@@ -192,7 +170,39 @@ class Hooks:
             awaited=among(averaging.awaited),
             wrapped=among(averaging.wrapped),
             ignored=among(averaging.ignored),
-            optimized=among(p for o in self._optimizers for g in o.param_groups for p in g["params"]),
+            optimized=among(optimized),
             num_orphans=sum(id(p) not in self._own for p in averaging.awaited),
             has_wrapper=bool(averaging.ddps),
         )
+
+
+def _named_parameters(
+    modules: list[tuple[str, nn.Module]], sharding: wrappers.Sharding
+) -> tuple[list[tuple[Tensor, Definition]], bool]:
+    """Each parameter once, under its first name, and whether some have no shape yet."""
+    is_lazy = False
+    found: dict[int, tuple[Tensor, Definition]] = {}
+    names: set[str] = set()
+    for prefix, module in modules:
+        module_class = f"{type(module).__module__}.{type(module).__qualname__}"
+        flat = sharding.flat.get(id(module))
+        for key, registered in (*module._parameters.items(), ("_flat_param", flat)):
+            # A plain tensor stands in for a parameter while somebody computes with another (functional_call, FSDP1).
+            if not isinstance(registered, nn.Parameter) or id(registered) in sharding.hidden:
+                continue
+            if wrappers.is_lazy(registered):
+                is_lazy = True
+                continue
+            tensor = sharding.owners.get(id(registered), registered)
+            name = f"{prefix}.{key}" if prefix else key
+            if id(tensor) in found:
+                definition = found[id(tensor)][1]
+                if name != definition[0] and name not in definition[1]:
+                    definition[1].append(name)
+                continue
+            while name in names:  # two wrappers side by side, each holding a parameter of that name
+                name += "'"
+            names.add(name)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found[id(tensor)] = tensor, (name, [], list(tensor.shape), dtype, tensor.element_size(), module_class)
+    return list(found.values()), is_lazy

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpcov import _core
+from ddpcov.wrappers import ddps_in
 
-__all__ = ["EXIT_TIMEOUT", "Ranks"]
+__all__ = ["EXIT_TIMEOUT", "Ranks", "check_sums", "pack_counts"]
 
 EXIT_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others at a clean exit, and for each transfer after that."""
@@ -40,15 +40,16 @@ class Ranks:
         self._group: Any = None
         self._store: Any = None
         if dist.is_available() and dist.is_initialized():
-            ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
-            self._group = process_group or (ddp.process_group if ddp else None) or dist.group.WORLD
+            ddps = ddps_in(model.modules())
+            self._group = process_group or (ddps[0].process_group if ddps else dist.group.WORLD)
             self.members = dist.get_process_group_ranks(self._group)
             self.rank = dist.get_rank()
             # Numbered by the blocks before it that would have the same name; every rank enters them in the same order.
             name = f"{self.members}-{Path(out).name if out else ''}"
             _started[name] += 1
             key = f"ddpcov/{hashlib.sha256(name.encode()).hexdigest()[:16]}/{_started[name]}"
-            self._store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(key, store)  # type: ignore[attr-defined]
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,7 @@ from ddpcov.diagnosis.facts import Facts, collect
 from ddpcov.diagnosis.rules import find
 from ddpcov.report import Report, Run, Totals
 
-__all__ = ["build", "read"]
+__all__ = ["Progress", "build", "read"]
 
 Progress = Callable[[Sequence[Path]], Iterable[Path]]
 

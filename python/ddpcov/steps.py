@@ -27,9 +27,7 @@ class Listener(Protocol):
     def pass_begins(self, is_backward: bool) -> None:
         """Autograd is about to run; `is_backward` is False for `autograd.grad`, which accumulates nothing by itself."""
 
-    def pass_ends(
-        self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None
-    ) -> None:
+    def pass_ends(self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> None:
         """It ran from `tensors`, to `inputs` only if there are any, and raised `error` if that is not None."""
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:

@@ -181,13 +181,11 @@ class Tracker:
                 self._has_raised = self._is_backward = False
             if is_backward and not self._is_backward:
                 self._is_backward = True
-                self._core.begin_pass()
+                self._live.begin_pass()
             self._num_open += 1
 
     @_contained
-    def pass_ends(
-        self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None
-    ) -> None:
+    def pass_ends(self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> None:
         """See `steps.Listener`."""
         with self._lock:
             if self._num_open == 0:
@@ -197,10 +195,10 @@ class Tracker:
                 self._has_raised, self._last_error = True, error
             if self._num_open:
                 return
-            if self._core.is_touched() or (self._is_backward and not self._is_foreign(tensors, inputs, error)):
+            if self._live.is_touched() or (self._is_backward and not self._is_foreign(tensors, inputs, error)):
                 self._close_pass()
             else:
-                self._core.drop_pass()
+                self._live.drop_pass()
             # An optimizer may step inside the pass, from a hook; its step ends with the pass.
             deferred, self._deferred = self._deferred, []
             for optimizer in deferred:
@@ -224,7 +222,7 @@ class Tracker:
     def _end_by_hand(self) -> None:
         with self._lock:
             self._close_touched()
-            if self._core.has_passes():
+            if self._live.has_passes():
                 self._end_step(self)
 
     def _is_foreign(self, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> bool:
@@ -233,7 +231,7 @@ class Tracker:
 
     def _close_touched(self) -> None:
         """Closes what autograd did without Python's knowledge, run from C++."""
-        if self._core.is_touched():
+        if self._live.is_touched():
             self._close_pass()
 
     def _close_pass(self) -> None:
@@ -241,16 +239,16 @@ class Tracker:
         if self._hooks.averaging.ddps and not self._is_synchronised:
             flags |= _core.NO_SYNC
         self._has_raised = False
-        self._core.close_pass(flags)
-        if self._failure is None and (failure := self._core.failure) is not None:
+        self._live.close_pass(flags)
+        if self._failure is None and (failure := self._live.failure) is not None:
             self._failure = failure
             _say(f"{self._shard()}: {failure}; the recording goes on in memory")
 
     def _end_step(self, by: Any) -> None:
         self._close_touched()
-        if self._core.has_passes() or not self._stepped or any(by is other for other in self._stepped):
+        if self._live.has_passes() or not self._stepped or any(by is other for other in self._stepped):
             # The same optimizer once more, with no pass between: a step in which nothing was covered.
-            self._core.close_step()
+            self._live.close_step()
             self._stepped = [by]
         else:
             self._stepped.append(by)  # several optimizers, one after the other: one step
@@ -258,7 +256,7 @@ class Tracker:
     # Beginning.
 
     @property
-    def _core(self) -> _core.Recorder:
+    def _live(self) -> _core.Recorder:
         assert self._recorder is not None
         return self._recorder
 
@@ -284,7 +282,7 @@ class Tracker:
 
     def _note_run(self) -> None:
         run = {"torch": torch.__version__, "wrapper": asdict(self._hooks.averaging.wrapper)}
-        self._core.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
+        self._live.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
 
     def _path(self) -> Path | None:
         return None if self._out is None else Path(self._out).absolute()
@@ -298,10 +296,10 @@ class Tracker:
     def _give_up(self, reason: str) -> None:
         self._is_recording = False
         steps.stop(self)
-        self._core.disable()
+        self._live.disable()
         _say(f"recording stopped, training goes on: {reason}")
         self._contain(self._hooks.remove)
-        self._contain(lambda: self._core.finish(f"exception: ddpcov stopped recording: {reason}"))
+        self._contain(lambda: self._live.finish(f"exception: ddpcov stopped recording: {reason}"))
 
     def _contain(self, action: Callable[[], None]) -> None:
         try:
@@ -311,25 +309,25 @@ class Tracker:
 
     def _finish_cleanly(self) -> None:
         self._close_touched()
-        self._core.finish("clean")
+        self._live.finish("clean")
         if self._ranks.world_size == 1:
-            self._merged = self._core.capture()
+            self._merged = self._live.capture()
             self._write(self._merged)
             return
-        own = self._core.capture().analyse()
+        own = self._live.capture().analyse()
         outcome = self._ranks.agree(hashlib.sha256(repr(own.parameters).encode()).hexdigest())
         if outcome == "apart":
             where = f": `python -m ddpcov report {self._out}` merges them" if self._out else ""
             _say(f"rank {self._ranks.rank}: not every rank left the block cleanly; the shards stay{where}")
             return
-        history = self._core.history()
+        history = self._live.history()
         sums = ranks.pack_counts(own)
         if outcome == "merge" and self._ranks.is_same_everywhere(history, sums):
             histories = [(self._ranks.member_ranges(), history)]
         else:
             histories = self._ranks.gather(history)
         if self._ranks.is_first:
-            merged = self._core.merge(histories)
+            merged = self._live.merge(histories)
             if outcome == "merge":
                 ranks.check_sums(merged.analyse(), sums)
             self._merged = merged
@@ -364,9 +362,9 @@ class Tracker:
         in_pass = any(e is self._last_error for e in (error, error.__cause__, error.__context__))
         fact = {"type": type(error).__name__, "message": str(error)[:8000], "in_pass": in_pass}
         fact["named"] = self._hooks.named_by_ddp(str(error))
-        self._core.note("exception", json.dumps(fact))
+        self._live.note("exception", json.dumps(fact))
         line = str(error).strip().split("\n", 1)[0][:300]
-        self._core.finish(f"exception: {type(error).__name__}: {line}".removesuffix(": "))
+        self._live.finish(f"exception: {type(error).__name__}: {line}".removesuffix(": "))
         self._ranks.leave()
         if isinstance(error, Exception):
             self._annotate(error)
@@ -383,7 +381,7 @@ class Tracker:
             f"ddpcov: on rank {self._ranks.rank}, {len(names)} of {report.totals.trainable} trainable parameters missed"
             f" a gradient: {shown}.{more}"
         )
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]  # PEP 678, on 3.10 too
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # PEP 678, on 3.10 too
 
 
 def _watch_forks() -> None:
@@ -397,6 +395,6 @@ def _in_child() -> None:
     # The mapped pages are shared with the parent: not a bit may be set in them from here.
     for tracker in _active:
         tracker._is_recording = False
-        tracker._core.disable()
+        tracker._live.disable()
     _active.clear()
     steps.forget()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpcov.report import Wrapper
 
-__all__ = ["Averaging", "examine", "walk"]
+__all__ = ["Averaging", "Sharding", "ddps_in", "examine", "is_lazy", "is_trainable", "sharding_of", "walk"]
 
 # Attributes under which a wrapper keeps the module it wraps. `module` is an ordinary name elsewhere, so it counts only where
 # the owner is a wrapper by class.
@@ -38,6 +40,52 @@ def walk(module: nn.Module, name: str = "", path: tuple[nn.Module, ...] = ()) ->
 
 
 @dataclass
+class Sharding:
+    """How FSDP modules split parameters into those that a user knows and those that autograd accumulates into."""
+
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    """FSDP2, by id: parameter of the model → the gathered copy that the forward computes with."""
+    owners: dict[int, nn.Parameter] = field(default_factory=dict)
+    """The way back; a gathered copy may stand in the module in place of its parameter."""
+    flat: dict[int, nn.Parameter] = field(default_factory=dict)
+    """FSDP1 with `use_orig_params`, by id of the FSDP module: the flat parameter, which no module registers."""
+    hidden: dict[int, nn.Parameter] = field(default_factory=dict)
+    """By id of an original parameter: the flat one that stands for it. Autograd never sees the original."""
+    is_complete: bool = True
+    """Whether all gathered copies exist; FSDP2 makes them in the first forward."""
+
+
+def sharding_of(modules: Iterable[nn.Module]) -> Sharding:
+    """Looks at the FSDP modules among them."""
+    out = Sharding()
+    for module in modules:
+        find_state: Any = getattr(module, "_get_fsdp_state", None)
+        state = find_state() if isinstance(find_state, MethodType) else None
+        for shard in (s for group in _fsdp2_groups(state) for s in group.fsdp_params):
+            gathered = getattr(shard, "_unsharded_param", None)
+            out.is_complete &= gathered is not None
+            if gathered is not None:
+                out.leaves[id(shard.sharded_param)] = gathered
+                out.owners[id(gathered)] = shard.sharded_param
+        handle = getattr(module, "_handle", None) if _is_fsdp1(module) else None
+        if handle is not None and handle._use_orig_params:
+            out.flat[id(module)] = handle.flat_param
+            out.hidden.update((id(p), handle.flat_param) for p in handle.flat_param._params)
+    return out
+
+
+def _fsdp2_groups(state: Any) -> Iterable[Any]:
+    if hasattr(state, "_fsdp_param_groups"):  # one per mesh, in later versions of torch
+        return state._fsdp_param_groups  # type: ignore[no-any-return]
+    group = getattr(state, "_fsdp_param_group", None)
+    return () if group is None else (group,)
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
+@dataclass
 class Averaging:
     """What the DDP modules inside a model wait for. Empty where there is none."""
 
@@ -57,7 +105,7 @@ class Averaging:
 
 def examine(model: nn.Module) -> Averaging:
     """Looks for wrappers anywhere in `model`."""
-    ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    ddps = ddps_in(model.modules())
     if not ddps:
         return Averaging(Wrapper(kind=_sharding(model)))
     wrapper = Wrapper(
@@ -74,11 +122,16 @@ def examine(model: nn.Module) -> Averaging:
     )
 
 
+def ddps_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    """The DDP modules among them, each once."""
+    return list({id(m): m for m in modules if isinstance(m, DistributedDataParallel)}.values())
+
+
 def _sharding(model: nn.Module) -> str:
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             return "fsdp2"
-        if type(module).__name__ == "FullyShardedDataParallel":
+        if _is_fsdp1(module):
             return "fsdp1"
     return "none"
 
@@ -86,7 +139,7 @@ def _sharding(model: nn.Module) -> str:
 def _awaited(ddp: DistributedDataParallel) -> list[Tensor]:
     """The tensors that DDP's reducer was built with: those that required a gradient at that moment."""
     known: list[Tensor] = ddp._module_parameters
-    logged = ddp._get_ddp_logging_data()
+    logged = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if logged["num_parameter_tensors"] == len(known):
         return known
     trainable = [p for p in known if p.requires_grad]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from reference import Both, Net, sgd
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from reference import Both, Fail, Net, sgd
 
 
 def test_without_an_optimizer_each_pass_is_a_step() -> None:
@@ -29,6 +33,21 @@ def test_step_by_hand() -> None:
             run.end_step()
     report = run.check(steps=3, missed={"a.weight": [(2, 2)], "b.weight": [(1, 1)]})
     assert report.run.backward_passes == 6
+
+
+def test_step_by_hand_without_a_pass_does_not_count() -> None:
+    model = Net("a", "b")
+    optimizer = sgd(model)
+    with Both(model) as run:
+        run.cov.step()
+        run.train(optimizer, model.loss("a"))
+        run.cov.step()
+        run.cov.step()
+        run.backward(model.loss("b"))
+        run.cov.step()
+        run.end_step()
+        optimizer.step()  # of the same step
+    run.check(steps=2, missed={"a.weight": [(1, 1)], "b.weight": [(0, 0)]})
 
 
 def test_passes_after_the_last_optimizer_step_are_a_step() -> None:
@@ -137,7 +156,7 @@ def test_optimizer_of_another_model_ends_no_step(is_given: bool) -> None:
 
 
 def test_passes_of_another_model_do_not_count() -> None:
-    """The two models of a GAN: the discriminator's own pass is none of the generator's, the generator's goes through both."""
+    """A GAN: the discriminator's own pass is none of the generator's, the generator's goes through both."""
     generator, discriminator = Net("a", "b"), Net("c")
     optimizer, others = sgd(generator), sgd(discriminator)
     with Both(generator) as run:
@@ -147,6 +166,43 @@ def test_passes_of_another_model_do_not_count() -> None:
             run.train(optimizer, discriminator(generator(torch.ones(2, 3), "a")).sum())
     report = run.check(steps=2, missed={"b.weight": [(0, 1)]})
     assert report.run.backward_passes == 2
+
+
+def test_passes_of_another_model_under_reentrant_checkpoint_do_not_count() -> None:
+    model, other = Net("a", "b"), Net("c")
+    x = torch.ones(2, 3, requires_grad=True)
+    with Both(model) as run:
+        for _ in range(2):
+            checkpoint(other, x, use_reentrant=True).sum().backward()
+            run.backward(model.loss("a"))
+    run.check(steps=2, missed={"b.weight": [(0, 1)]})
+
+
+def test_passes_of_another_model_that_raise_do_not_count() -> None:
+    model, other = Net("a", "b"), Net("c")
+    with Both(model) as run:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="in backward"):
+                Fail.apply(other(torch.ones(2, 3))).sum().backward()
+            run.backward(model.loss("a"))
+    run.check(steps=2, missed={"b.weight": [(0, 1)]})
+
+
+def test_passes_of_another_model_in_another_thread_do_not_count() -> None:
+    """Here one of them lasts as long as two steps of the tracked model."""
+    model, other = Net("a", "b"), Net("c")
+    optimizer = sgd(model)
+    has_begun, may_end = threading.Event(), threading.Event()
+    other.c.weight.register_hook(lambda _: has_begun.set() or (may_end.wait(60), None)[1])
+    with Both(model) as run:
+        thread = threading.Thread(target=lambda: other.loss().backward())
+        thread.start()
+        assert has_begun.wait(60)
+        for _ in range(2):
+            run.train(optimizer, model.loss("a"))
+        may_end.set()
+        thread.join()
+    run.check(steps=2, missed={"b.weight": [(0, 1)]})
 
 
 def test_both_models_of_a_gan_tracked() -> None:
@@ -253,7 +309,7 @@ def test_optimizer_stepping_inside_backward() -> None:
 
 def test_optimizer_class_that_extends_another() -> None:
     class Averaging(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
+        def step(self, closure: object = None) -> None:
             super().step()
 
     model = Net("a", "b")
@@ -286,7 +342,7 @@ def test_learning_rate_scheduler() -> None:
     run.check(steps=3, missed={"b.weight": [(0, 2)]})
 
 
-def test_million_shape_of_a_long_run() -> None:
+def test_many_steps() -> None:
     """Patterns come and go; ranges stay exact."""
     model = Net("a", "b", "c")
     optimizer = sgd(model)

@@ -44,19 +44,19 @@ def _train(folder: Path, out: Path) -> list[str]:
     """Runs the job; returns the error of the first rank, without its traceback."""
     command = [sys.executable, "-m", "ddpcov.commands.demo_job", str(folder / "store"), str(_NUM_RANKS), str(out)]
     logs = [folder / f"rank{rank}.log" for rank in range(_NUM_RANKS)]
-    ranks = []
+    processes = []
     for rank, log in enumerate(logs):
         with log.open("wb") as stream:
-            ranks.append(subprocess.Popen([*command, str(rank)], stdout=stream, stderr=subprocess.STDOUT))
+            processes.append(subprocess.Popen([*command, str(rank)], stdout=stream, stderr=subprocess.STDOUT))
     try:
-        for rank in ranks:
-            rank.wait(_TIMEOUT)
+        for process in processes:
+            process.wait(_TIMEOUT)
     except subprocess.TimeoutExpired:
         pass
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
     lines = logs[0].read_text(errors="replace").splitlines()
     begins = [i for i, line in enumerate(lines) if line.startswith("RuntimeError: ")]
     end = next((i for i, line in enumerate(lines) if line.startswith("ddpcov: on rank")), len(lines))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ddpcov.reading import read
+from ddpcov.reading import Progress, read
 from ddpcov.reporters import FORMATS, Options
 
 __all__ = ["ReportCommand"]
@@ -58,16 +58,16 @@ def _positive(text: str) -> int:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[object]:
+def _progress() -> Iterator[Progress]:
     """A progress line on a terminal's stderr, once reading has taken a second; reading itself releases the interpreter."""
     if not sys.stderr.isatty():
         yield iter
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    columns = progress.SpinnerColumn(), *progress.Progress.get_default_columns()
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task("reading", total=None)
 
     def count(files: Sequence[Path]) -> Iterable[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -11,7 +12,7 @@ from typing import Any
 from ddpcov import _core
 from ddpcov.report import ParameterCoverage, Range, Wrapper
 
-__all__ = ["Facts", "Lane", "Profile", "count", "union"]
+__all__ = ["Facts", "Lane", "Profile", "collect", "count", "union"]
 
 
 def union(ranges: Iterable[list[Range]]) -> list[Range]:
@@ -120,10 +121,16 @@ def collect(capture: _core.Capture) -> Facts:
         members = []
         for param_id in raw["parameters"]:
             name, aliases, shape, dtype, itemsize, module_class = analysis.parameters[param_id]
-            numel = reduce(lambda n, size: n * size, shape, 1)
-            module = name.rpartition(".")[0]
             parameter = ParameterCoverage(
-                name, tuple(aliases), tuple(shape), numel, itemsize, dtype, *covered[:1], module, module_class, *covered[1:]
+                name=name,
+                aliases=tuple(aliases),
+                shape=tuple(shape),
+                numel=math.prod(shape),
+                itemsize=itemsize,
+                dtype=dtype,
+                module=name.rpartition(".")[0],
+                module_class=module_class,
+                **covered,
             )
             parameters[param_id] = parameter
             members.append(parameter)
@@ -161,10 +168,8 @@ def _wrapper(raw: Any) -> Wrapper:
     return Wrapper(str(raw.get("kind", "none")), **flags)
 
 
-def _coverage(
-    raw: dict[str, Any], lanes: list[Lane], num_steps: int
-) -> tuple[bool, str, dict[int, tuple[Range, ...]], dict[int, int]]:
-    """Whether they were trainable, their coverage, missed steps and hits by rank: the same for all of a profile."""
+def _coverage(raw: dict[str, Any], lanes: list[Lane], num_steps: int) -> dict[str, Any]:
+    """The fields of `ParameterCoverage` that are the same for all of a profile, and shared by them."""
     missed: dict[int, tuple[Range, ...]] = {}
     hits: dict[int, int] = {}
     trainable = False
@@ -182,4 +187,9 @@ def _coverage(
         coverage = "never"
     else:
         coverage = "some" if missed else "always"
-    return trainable, coverage, dict(sorted(missed.items())), dict(sorted(hits.items()))
+    return {
+        "trainable": trainable,
+        "coverage": coverage,
+        "missed": dict(sorted(missed.items())),
+        "hits": dict(sorted(hits.items())),
+    }

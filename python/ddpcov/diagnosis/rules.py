@@ -161,9 +161,7 @@ def reached_twice(facts: Facts) -> Found:
             last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
             evidence = (f"DDP raised: {lane.end.removeprefix('exception: ')}",)
             names = tuple(sorted(map(str, named.values())))
-            yield _finding(
-                facts, "DDC306", "error", message, names=names, ranks=lane.ranks, steps=last, evidence=evidence
-            )
+            yield _finding(facts, "DDC306", "error", message, names=names, ranks=lane.ranks, steps=last, evidence=evidence)
 
 
 def needless_flag(facts: Facts) -> Found:
@@ -185,9 +183,7 @@ def needless_flag(facts: Facts) -> Found:
             " that DDP waits for got its gradient in every pass, and each pass paid for a search of the graph."
         )
         fix = "Drop find_unused_parameters=True."
-        yield _finding(
-            facts, "DDC307", "warning", message, ranks=facts.ranks, steps=[(0, facts.num_steps - 1)], fix=fix
-        )
+        yield _finding(facts, "DDC307", "warning", message, ranks=facts.ranks, steps=[(0, facts.num_steps - 1)], fix=fix)
 
 
 def not_in_optimizer(facts: Facts) -> Found:

@@ -1,0 +1,5 @@
+"""For all tests."""
+
+import torch
+
+torch.set_num_threads(1)
