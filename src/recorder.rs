@@ -94,6 +94,7 @@ impl Recorder {
             situations: Known::default(),
             patterns: Known::default(),
             shapes: Known::default(),
+            trainable: Row::default(),
             spilled: false,
             failure: None,
             lost: false,
@@ -145,6 +146,7 @@ impl Recorder {
         let mut inner = self.inner();
         let (id, is_new) = inner.situations.intern(&situation, 6 * 8 * situation.registered.words().len());
         inner.state.situation = Some(id);
+        inner.trainable = situation.trainable.clone();
         if is_new { inner.append(&Record::Situation(situation)) } else { inner.commit(); Ok(()) }
     }
 
@@ -165,6 +167,8 @@ impl Recorder {
         let mut inner = self.inner();
         let row_set = inner.state.row_set;
         let [reached, covered, again] = [0, 1, 2].map(|k| inner.row(row_set, k));
+        // Frozen between forward and backward: its accumulator runs, hooks and all, and accumulates nothing.
+        let covered = covered.intersection(&inner.trainable);
         inner.add_pass(Pattern { situation: 0, reached, covered, again }, flags)?;
         // One commit counts the pass and turns to the other row set; only then may the bits go.
         inner.state.num_passes += 1;
@@ -287,6 +291,7 @@ struct Inner {
     situations: Known<Situation>,
     patterns: Known<Pattern>,
     shapes: Known<Shape>,
+    trainable: Row,
     /// Whether passes of the step that is not closed yet are in the journal already.
     spilled: bool,
     /// Why the journal is no longer in its file.

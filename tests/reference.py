@@ -102,8 +102,8 @@ def _watch(parameter: Tensor, on_covered: Callable[[], None]) -> list[Any]:
     def arrived(gradient: Tensor | None) -> None:
         is_defined[0] = gradient is not None
 
-    def accumulated(_: Tensor) -> None:
-        if is_defined[0]:
+    def accumulated(parameter: Tensor) -> None:
+        if is_defined[0] and parameter.requires_grad:  # if frozen since the forward, it fires and nothing was accumulated
             on_covered()
 
     return [parameter.register_hook(arrived), parameter.register_post_accumulate_grad_hook(accumulated)]

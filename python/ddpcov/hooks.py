@@ -22,7 +22,8 @@ from ddpcov import _core, wrappers
 __all__ = ["Hooks"]
 
 _DDP_NUMBERS = re.compile(r"Parameter at index (\d+)|indices which did not receive grad for rank \d+: ([\d ]+)")
-_requires_grad = operator.attrgetter("requires_grad")
+# Frozen or thawed; and its C++ half, which `torch.utils.swap_tensors` exchanges, hooks and all, under the same object.
+_state = operator.attrgetter("requires_grad", "_cdata")
 
 Definition = tuple[str, list[str], list[int], str, int, str]  # as Recorder.define takes it
 
@@ -31,6 +32,7 @@ Definition = tuple[str, list[str], list[int], str, int, str]  # as Recorder.defi
 class _Armed:
     tensor: Tensor
     param_id: int
+    cdata: int
     handles: tuple[RemovableHandle, ...]
 
     def remove(self) -> None:
@@ -45,7 +47,7 @@ class _Seen:
     dicts: list[dict[str, Any]] = field(default_factory=list)
     members: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    requires_grad: list[bool] = field(default_factory=list)
+    states: list[tuple[bool, int]] = field(default_factory=list)
     num_optimized: int = -1
     is_complete: bool = False
 
@@ -56,7 +58,7 @@ class _Seen:
             and num_optimized == self.num_optimized
             and sum(map(len, self.dicts)) == len(self.members)
             and all(map(operator.is_, chain.from_iterable(map(dict.values, self.dicts)), self.members))
-            and list(map(_requires_grad, self.tensors)) == self.requires_grad
+            and list(map(_state, self.tensors)) == self.states
         )
 
 
@@ -75,10 +77,10 @@ class Hooks:
         self._tensor_ids: list[int] = []
         self.averaging = wrappers.examine(model)
 
-    def refresh(self) -> None:
-        """Takes in whatever changed about the model since the last call."""
+    def refresh(self, *, is_last: bool = False) -> None:
+        """Takes in whatever changed about the model since the last call; types, which only sizes depend on, at the last."""
         num_optimized = sum(len(g["params"]) for o in self._optimizers for g in o.param_groups)
-        if not self._seen.is_current(num_optimized):
+        if is_last or not self._seen.is_current(num_optimized):
             self._look_through(num_optimized)
 
     def owns(self, tensors: Iterable[Any]) -> bool:
@@ -107,21 +109,23 @@ class Hooks:
         if wrappers.ddps_in(m for _, m in modules) != self.averaging.ddps:
             self.averaging = wrappers.examine(self._model)
         sharding = wrappers.sharding_of(m for _, m in modules)
-        named, is_lazy = _named_parameters(modules, sharding)
+        named = _named_parameters(modules, sharding)
         dicts: list[dict[str, Any]] = [cast(dict[str, Any], d) for _, m in modules for d in (m._parameters, m._modules)]
         tensors = [tensor for tensor, _ in named]
         self._seen = _Seen(
             dicts=dicts,
             members=list(chain.from_iterable(map(dict.values, dicts))),
             tensors=tensors,
-            requires_grad=list(map(_requires_grad, tensors)),
+            states=list(map(_state, tensors)),
             num_optimized=num_optimized,
-            is_complete=sharding.is_complete and not is_lazy,
+            is_complete=sharding.is_complete and not any(map(wrappers.is_lazy, tensors)),
         )
         self._own = {*map(id, tensors), *sharding.hidden}
         ids = self._define([definition for _, definition in named])
         self._tensor_ids = ids
-        self._arm([sharding.leaves.get(id(t), t) for t in tensors], ids)
+        leaves = [sharding.leaves.get(id(t), t) for t in tensors]
+        self._own.update(map(id, leaves))
+        self._arm(leaves, ids)
         held = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
         self._state_situation(tensors, ids, optimized=[sharding.hidden.get(id(p), p) for p in held])
 
@@ -144,11 +148,15 @@ class Hooks:
     def _arm(self, leaves: list[Tensor], ids: list[int]) -> None:
         wanted = {id(leaf): param_id for leaf, param_id in zip(leaves, ids, strict=True)}
         for key, armed in list(self._armed.items()):
-            if wanted.get(key) != armed.param_id:
+            is_swapped = armed.cdata != armed.tensor._cdata
+            if is_swapped or wanted.get(key) != armed.param_id:
                 self._armed.pop(key).remove()
+            if is_swapped:
+                # Python still lists the hooks of the half that is gone, and would add ours to those dead lists.
+                armed.tensor._backward_hooks = armed.tensor._post_accumulate_grad_hooks = None
         for leaf, param_id in zip(leaves, ids, strict=True):
-            # Hooks cannot be put on a frozen leaf; those on one that was frozen later stay, and stay silent.
-            if id(leaf) not in self._armed and wrappers.is_trainable(leaf):
+            # Hooks cannot be put on a frozen leaf, nor on one without a shape. Those on one that was frozen later stay.
+            if id(leaf) not in self._armed and wrappers.is_trainable(leaf) and not wrappers.is_lazy(leaf):
                 slot = self._recorder.slot(param_id)
                 # The first tells a defined gradient from none, the second that it was accumulated and not merely captured.
                 # Either alone is wrong: see the tests of undefined gradients and of `autograd.grad`.
@@ -156,7 +164,7 @@ class Hooks:
                     leaf.register_hook(slot.arrived),  # type: ignore[no-untyped-call]
                     leaf.register_post_accumulate_grad_hook(slot.accumulated),  # type: ignore[no-untyped-call]
                 )
-                self._armed[id(leaf)] = _Armed(leaf, param_id, handles)
+                self._armed[id(leaf)] = _Armed(leaf, param_id, leaf._cdata, handles)
 
     def _state_situation(self, tensors: list[Tensor], ids: list[int], optimized: list[Tensor]) -> None:
         def among(others: Iterable[Any]) -> list[int]:
@@ -176,11 +184,8 @@ class Hooks:
         )
 
 
-def _named_parameters(
-    modules: list[tuple[str, nn.Module]], sharding: wrappers.Sharding
-) -> tuple[list[tuple[Tensor, Definition]], bool]:
-    """Each parameter once, under its first name, and whether some have no shape yet."""
-    is_lazy = False
+def _named_parameters(modules: list[tuple[str, nn.Module]], sharding: wrappers.Sharding) -> list[tuple[Tensor, Definition]]:
+    """Each parameter once, under its first name; the shape of one that has none yet is given as (0,)."""
     found: dict[int, tuple[Tensor, Definition]] = {}
     names: set[str] = set()
     for prefix, module in modules:
@@ -189,9 +194,6 @@ def _named_parameters(
         for key, registered in (*module._parameters.items(), ("_flat_param", flat)):
             # A plain tensor stands in for a parameter while somebody computes with another (functional_call, FSDP1).
             if not isinstance(registered, nn.Parameter) or id(registered) in sharding.hidden:
-                continue
-            if wrappers.is_lazy(registered):
-                is_lazy = True
                 continue
             tensor = sharding.owners.get(id(registered), registered)
             name = f"{prefix}.{key}" if prefix else key
@@ -203,6 +205,7 @@ def _named_parameters(
             while name in names:  # two wrappers side by side, each holding a parameter of that name
                 name += "'"
             names.add(name)
+            shape = [0] if wrappers.is_lazy(tensor) else list(tensor.shape)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            found[id(tensor)] = tensor, (name, [], list(tensor.shape), dtype, tensor.element_size(), module_class)
-    return list(found.values()), is_lazy
+            found[id(tensor)] = tensor, (name, [], shape, dtype, tensor.dtype.itemsize, module_class)
+    return list(found.values())

@@ -7,6 +7,7 @@ they are, for `report` to merge.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import time
@@ -82,7 +83,8 @@ class Ranks:
     def leave(self) -> None:
         """Says that this rank does not leave cleanly, so that no other waits for it."""
         if self.world_size > 1:
-            self._store.compare_set("outcome", "", "apart")
+            with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
+                self._decide("apart")
 
     def agree(self, params_digest: str) -> str:
         """How all ranks go on: `merge`, `gather` (they track different parameters) or `apart` (some rank did not come).
@@ -90,16 +92,19 @@ class Ranks:
         The first to write the outcome decides it for all, so that no rank enters a collective that another has given up.
         """
         store = self._store
-        if store.compare_set("params", "", params_digest).decode() != params_digest:
-            store.add("differing", 1)
-        if store.add("arrived", 1) == self.world_size:
-            outcome = "gather" if store.add("differing", 0) else "merge"
-            return str(store.compare_set("outcome", "", outcome).decode())
         try:
-            store.wait(["outcome"], EXIT_TIMEOUT)
-        except RuntimeError:  # timed out, or the process that hosts the store is gone
-            pass
-        return str(store.compare_set("outcome", "", "apart").decode())
+            if store.compare_set("params", "", params_digest).decode() != params_digest:
+                store.add("differing", 1)
+            if store.add("arrived", 1) == self.world_size:
+                return self._decide("gather" if store.add("differing", 0) else "merge")
+            with contextlib.suppress(RuntimeError):  # timed out
+                store.wait(["outcome"], EXIT_TIMEOUT)
+            return self._decide("apart")
+        except RuntimeError:  # the process that hosts the store is gone
+            return "apart"
+
+    def _decide(self, outcome: str) -> str:
+        return str(self._store.compare_set("outcome", "", outcome).decode())
 
     def is_same_everywhere(self, history: bytes, counts: list[int]) -> bool:
         """One SUM all-reduce of everybody's counts and of the digest of everybody's history.

@@ -8,33 +8,69 @@ optimizer hooks tell, or where a gradient scaler decided not to let it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Listener", "forget", "reaches_parameter", "start", "stop"]
+__all__ = ["EngineRun", "Listener", "forget", "is_inside_engine", "is_parameter", "start", "stop"]
+
+
+@dataclass
+class EngineRun:
+    """One run of autograd's engine, called from outside it."""
+
+    tensors: Sequence[Any]
+    """What it ran from: tensors or gradient edges."""
+    inputs: Sequence[Any]
+    """What it ran to, if it was told."""
+    is_backward: bool
+    """False for `autograd.grad`, which accumulates nothing by itself."""
+    error: BaseException | None = None
+    """What it raised."""
+    has_inner_parameters: bool = False
+    """Whether a run inside it (reentrant checkpoint) reached a parameter, of whatever model."""
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The leaf tensors that it can accumulate into, as far as the graph outside inner runs shows them."""
+        if self.inputs:
+            yield from (t for t in self.inputs if isinstance(t, Tensor))
+            return
+        roots = (t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors)
+        nodes: list[Any] = [node for node in roots if node is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
 
 
 class Listener(Protocol):
     """Wants to know of passes and steps in this process. None of its methods may raise."""
 
-    def pass_begins(self, is_backward: bool) -> None:
-        """Autograd is about to run; `is_backward` is False for `autograd.grad`, which accumulates nothing by itself."""
+    def pass_begins(self, run: EngineRun) -> None:
+        """Autograd is about to run."""
 
-    def pass_ends(self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> None:
-        """It ran from `tensors`, to `inputs` only if there are any, and raised `error` if that is not None."""
+    def pass_ends(self, run: EngineRun) -> None:
+        """It ran, or raised."""
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """The optimizer stepped, or a gradient scaler skipped its step."""
 
 
 _listeners: list[Listener] = []
+_runs: list[EngineRun] = []  # under way; more than one only from several threads
 _handles: list[RemovableHandle] = []
 _original_engine: Any = Variable._execution_engine
 _original_scaler_step: Any = torch.amp.GradScaler.step
@@ -62,6 +98,7 @@ def forget() -> None:
     """Drops all listeners: this is a forked child, and its parent's records are none of its business."""
     if _listeners:
         _listeners.clear()
+        _runs.clear()
         _uninstall()
 
 
@@ -91,24 +128,40 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
     """Autograd's engine, telling the listeners of each run."""
 
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        # Inside a graph task: a reentrant checkpoint, or a hook that calls backward. It belongs to the pass outside.
-        if not _listeners or torch._C._current_graph_task_id() != -1:
-            return super().run_backward(tensors, *args, **kwargs)
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         is_backward = bool(args[5] if len(args) > 5 else kwargs.get("accumulate_grad", True))
+        run = EngineRun(tensors, inputs or (), is_backward)
+        if not _listeners:
+            return super().run_backward(tensors, *args, **kwargs)
+        if is_inside_engine():
+            # A reentrant checkpoint, or a hook that calls backward. It belongs to the pass outside.
+            for outer in _runs:
+                outer.has_inner_parameters = outer.has_inner_parameters or any(map(is_parameter, run.leaves()))
+            return super().run_backward(tensors, *args, **kwargs)
         listeners = list(_listeners)
         for listener in listeners:
-            listener.pass_begins(is_backward)
-        error: BaseException | None = None
+            listener.pass_begins(run)
+        _runs.append(run)
         try:
             return super().run_backward(tensors, *args, **kwargs)
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            run.error = error
             raise
         finally:
+            _runs[:] = (other for other in _runs if other is not run)
             for listener in listeners:
-                listener.pass_ends(is_backward, tensors, inputs or (), error)
-            del error  # it holds this frame
+                listener.pass_ends(run)
+            run.error = None  # whose traceback holds this frame
+
+
+def is_inside_engine() -> bool:
+    """Whether this thread is in the middle of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_parameter(tensor: Any) -> bool:
+    """Whether it is a parameter, of whatever model."""
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -142,21 +195,3 @@ def _with_skipped_steps(scaler_step: Any) -> Any:
 
     step._is_ddpcov = True  # type: ignore[attr-defined]
     return step
-
-
-def reaches_parameter(tensors: Iterable[Any], inputs: Sequence[Any]) -> bool:
-    """Whether a pass from `tensors` accumulates into any `nn.Parameter` at all. Stops at the first that it finds."""
-    if inputs:
-        return any(isinstance(t, torch.nn.Parameter) for t in inputs)
-    roots = (t.node if isinstance(t, GradientEdge) else t.grad_fn for t in tensors)
-    nodes = [node for node in roots if node is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return False

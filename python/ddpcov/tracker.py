@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -113,11 +113,9 @@ class Tracker:
         self._merged: _core.Capture | None = None
         self._is_recording = False
         self._lock = threading.RLock()
-        self._num_open = 0  # backward calls under way; more than one only from several threads
+        self._num_open = 0  # runs of the engine under way; more than one only from several threads
         self._deferred: list[Optimizer] = []
         self._stepped: list[Any] = []  # who ended the last step, as long as no pass followed
-        self._has_raised = self._is_backward = False
-        self._is_synchronised = True
         self._last_error: BaseException | None = None
         self._failure: str | None = None  # why nothing is on disk
 
@@ -145,6 +143,8 @@ class Tracker:
         steps.stop(self)
         if self in _active:
             _active.remove(self)
+        if self._is_recording:
+            self._contain(lambda: self._hooks.refresh(is_last=True))
         self._hooks.remove()
         if not self._is_recording:
             self._contain(self._ranks.leave)
@@ -171,33 +171,26 @@ class Tracker:
     # What `steps` tells.
 
     @_contained
-    def pass_begins(self, is_backward: bool) -> None:
+    def pass_begins(self, run: steps.EngineRun) -> None:
         """See `steps.Listener`."""
         with self._lock:
             if self._num_open == 0:
                 self._close_touched()
-                self._hooks.refresh()
-                self._is_synchronised = self._hooks.averaging.is_synchronised()
-                self._has_raised = self._is_backward = False
-            if is_backward and not self._is_backward:
-                self._is_backward = True
-                self._live.begin_pass()
             self._num_open += 1
+            self._hooks.refresh()
+            if run.is_backward:
+                self._live.begin_pass()
 
     @_contained
-    def pass_ends(self, is_backward: bool, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> None:
+    def pass_ends(self, run: steps.EngineRun) -> None:
         """See `steps.Listener`."""
         with self._lock:
             if self._num_open == 0:
                 return  # it began before the block did
             self._num_open -= 1
-            if error is not None and is_backward:
-                self._has_raised, self._last_error = True, error
-            if self._num_open:
-                return
-            if self._live.is_touched() or (self._is_backward and not self._is_foreign(tensors, inputs, error)):
-                self._close_pass()
-            else:
+            if self._is_ours(run):
+                self._close_pass(run.error)
+            elif self._num_open == 0:
                 self._live.drop_pass()
             # An optimizer may step inside the pass, from a hook; its step ends with the pass.
             deferred, self._deferred = self._deferred, []
@@ -213,7 +206,7 @@ class Tracker:
             )
             if not is_ours:
                 return
-            if self._num_open:
+            if steps.is_inside_engine():
                 self._deferred.append(optimizer)
             else:
                 self._end_step(optimizer)
@@ -225,20 +218,37 @@ class Tracker:
             if self._live.has_passes():
                 self._end_step(self)
 
-    def _is_foreign(self, tensors: Sequence[Any], inputs: Sequence[Any], error: BaseException | None) -> bool:
-        """Whether a pass that touched nothing of this model trained another: with two models both see each other's passes."""
-        return error is None and not self._hooks.owns(inputs) and steps.reaches_parameter(tensors, inputs)
+    def _is_ours(self, run: steps.EngineRun) -> bool:
+        """Whether a run of the engine is a pass of this model.
+
+        It is if it touched the model. If not, it is all the same, one that reached nothing, unless it trained another model:
+        of two models, each sees the passes of both.
+        """
+        is_alone = self._num_open == 0
+        if is_alone and self._live.is_touched():
+            return True
+        if not run.is_backward:
+            return False
+        is_other = run.has_inner_parameters
+        for leaf in run.leaves():
+            if self._hooks.owns([leaf]):
+                return True
+            is_other = is_other or steps.is_parameter(leaf)
+            if is_other and is_alone and run.error is None and not run.inputs:
+                break  # all that it reaches has run, and nothing of it was ours
+        return not is_other
 
     def _close_touched(self) -> None:
         """Closes what autograd did without Python's knowledge, run from C++."""
         if self._live.is_touched():
             self._close_pass()
 
-    def _close_pass(self) -> None:
-        flags = _core.RAISED if self._has_raised else 0
-        if self._hooks.averaging.ddps and not self._is_synchronised:
+    def _close_pass(self, error: BaseException | None = None) -> None:
+        flags = 0
+        if error is not None:
+            flags, self._last_error = _core.RAISED, error
+        if self._hooks.averaging.ddps and not self._hooks.averaging.is_synchronised():
             flags |= _core.NO_SYNC
-        self._has_raised = False
         self._live.close_pass(flags)
         if self._failure is None and (failure := self._live.failure) is not None:
             self._failure = failure
