@@ -65,9 +65,10 @@ class _Seen:
 class Hooks:
     """Keeps the native slots of a recorder on the parameters of a model."""
 
-    def __init__(self, model: nn.Module, recorder: _core.Recorder, optimizers: list[Optimizer]) -> None:
+    _recorder: _core.Recorder
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         self._model = model
-        self._recorder = recorder
         self._optimizers = optimizers
         self._ids: dict[str, int] = {}
         self._definitions: list[Definition] = []
@@ -76,6 +77,11 @@ class Hooks:
         self._own: set[int] = set()
         self._tensor_ids: list[int] = []
         self.averaging = wrappers.examine(model)
+
+    def attach(self, recorder: _core.Recorder) -> None:
+        """Puts hooks on the parameters of the model as it is."""
+        self._recorder = recorder
+        self.refresh()
 
     def refresh(self, *, is_last: bool = False) -> None:
         """Takes in whatever changed about the model since the last call; types, which only sizes depend on, at the last."""
@@ -153,7 +159,8 @@ class Hooks:
                 self._armed.pop(key).remove()
             if is_swapped:
                 # Python still lists the hooks of the half that is gone, and would add ours to those dead lists.
-                armed.tensor._backward_hooks = armed.tensor._post_accumulate_grad_hooks = None
+                dead: Any = armed.tensor
+                dead._backward_hooks = dead._post_accumulate_grad_hooks = None
         for leaf, param_id in zip(leaves, ids, strict=True):
             # Hooks cannot be put on a frozen leaf, nor on one without a shape. Those on one that was frozen later stay.
             if id(leaf) not in self._armed and wrappers.is_trainable(leaf) and not wrappers.is_lazy(leaf):

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,10 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             ddps = ddps_in(model.modules())
             self._group = process_group or (ddps[0].process_group if ddps else dist.group.WORLD)
-            self.members = dist.get_process_group_ranks(self._group)
             self.rank = dist.get_rank()
+            if self._group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise _core.Error(f"rank {self.rank} is no member of process_group=: call track() on its members only")
+            self.members = dist.get_process_group_ranks(self._group)
             # Numbered by the blocks before it that would have the same name; every rank enters them in the same order.
             name = f"{self.members}-{Path(out).name if out else ''}"
             _started[name] += 1
@@ -83,25 +87,24 @@ class Ranks:
     def leave(self) -> None:
         """Says that this rank does not leave cleanly, so that no other waits for it."""
         if self.world_size > 1:
-            with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
-                self._decide("apart")
+            _bounded(lambda: self._decide("apart"))
 
     def agree(self, params_digest: str) -> str:
         """How all ranks go on: `merge`, `gather` (they track different parameters) or `apart` (some rank did not come).
 
         The first to write the outcome decides it for all, so that no rank enters a collective that another has given up.
         """
+        return _bounded(lambda: self._agree(params_digest))
+
+    def _agree(self, params_digest: str) -> str:
         store = self._store
-        try:
-            if store.compare_set("params", "", params_digest).decode() != params_digest:
-                store.add("differing", 1)
-            if store.add("arrived", 1) == self.world_size:
-                return self._decide("gather" if store.add("differing", 0) else "merge")
-            with contextlib.suppress(RuntimeError):  # timed out
-                store.wait(["outcome"], EXIT_TIMEOUT)
-            return self._decide("apart")
-        except RuntimeError:  # the process that hosts the store is gone
-            return "apart"
+        if store.compare_set("params", "", params_digest).decode() != params_digest:
+            store.add("differing", 1)
+        if store.add("arrived", 1) == self.world_size:
+            return self._decide("gather" if store.add("differing", 0) else "merge")
+        with contextlib.suppress(RuntimeError):  # timed out
+            store.wait(["outcome"], EXIT_TIMEOUT)
+        return self._decide("apart")
 
     def _decide(self, outcome: str) -> str:
         return str(self._store.compare_set("outcome", "", outcome).decode())
@@ -152,16 +155,22 @@ class Ranks:
         return out if self.is_first else []
 
     def tell_written(self, is_written: bool) -> None:
-        """The first rank says whether the capture is on disk."""
+        """The first rank says whether the capture is on disk, and stays until the others know: it may host the store."""
         self._store.set("written", "yes" if is_written else "no")
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(["known"], EXIT_TIMEOUT)
 
     def is_written(self) -> bool:
         """Whether the first rank wrote the capture, so that shards may go; waits for it, within bounds."""
         try:
             self._store.wait(["written"], EXIT_TIMEOUT)
-            return bool(self._store.get("written") == b"yes")
+            is_written = bool(self._store.get("written") == b"yes")
         except RuntimeError:
             return False
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("knowing", 1) == self.world_size - 1:
+                self._store.set("known", "yes")
+        return is_written
 
     def _device(self) -> torch.device:
         types = {device.type for device in self._group._device_types}
@@ -173,6 +182,23 @@ class Ranks:
     def _finish(self, work: Any) -> None:
         if work is not None:
             work.wait(EXIT_TIMEOUT)
+
+
+def _bounded(talk: Callable[[], str]) -> str:
+    """What was agreed on; `apart` if the process that hosts the store is gone, or does not answer.
+
+    Torch limits some calls to the store in no way: to a host that is frozen, not dead, they would wait for good.
+    """
+    answers: list[str] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(talk())
+
+    thread = threading.Thread(target=run, name="ddpcov-exit", daemon=True)
+    thread.start()
+    thread.join(1.1 * EXIT_TIMEOUT.total_seconds())
+    return answers[0] if answers else "apart"
 
 
 def pack_counts(analysis: _core.Analysis) -> list[int]:

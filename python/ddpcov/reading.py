@@ -71,9 +71,18 @@ def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
         torch=facts.torch,
         wrapper=facts.wrapper,
         end={rank: lane.end for lane in facts.lanes for rank in lane.ranks},
-        notes=tuple(notes),
+        notes=(*notes, *_degraded(facts)),
     )
     return Report(run, _totals(facts), tuple(facts.parameters), tuple(find(facts)), advise(facts))
+
+
+def _degraded(facts: Facts) -> list[str]:
+    return [
+        f"rank {rank} could not write its shard ({lane.facts['degraded'].get('reason')}) and recorded in memory"
+        for lane in facts.lanes
+        if "degraded" in lane.facts
+        for rank in lane.ranks
+    ]
 
 
 def _totals(facts: Facts) -> Totals:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,13 +19,13 @@ from torch.optim import Optimizer
 
 from ddpcov import _core, ranks, reading, steps
 from ddpcov.hooks import Hooks
+from ddpcov.passes import Passes
 from ddpcov.report import Report
 
 __all__ = ["Tracker", "track"]
 
 _active: list[Tracker] = []
 _is_fork_watched = False
-_F = TypeVar("_F", bound=Callable[..., None])
 
 
 def track(
@@ -84,20 +82,6 @@ def _say(message: str) -> None:
     print(f"ddpcov: {message}", file=sys.stderr, flush=True)
 
 
-def _contained(method: _F) -> _F:
-    """A bug of ours, in a call that training makes, ends the recording and nothing else."""
-
-    @functools.wraps(method)
-    def call(self: Tracker, *args: Any, **kwargs: Any) -> None:
-        if self._is_recording:
-            try:
-                method(self, *args, **kwargs)
-            except Exception as error:
-                self._give_up(f"{type(error).__name__}: {error}")
-
-    return call  # type: ignore[return-value]
-
-
 class Tracker:
     """One recording. Made by `track`, entered once."""
 
@@ -111,13 +95,7 @@ class Tracker:
         self._same_parameters = same_parameters
         self._recorder: _core.Recorder | None = None
         self._merged: _core.Capture | None = None
-        self._is_recording = False
-        self._lock = threading.RLock()
-        self._num_open = 0  # runs of the engine under way; more than one only from several threads
-        self._deferred: list[Optimizer] = []
-        self._stepped: list[Any] = []  # who ended the last step, as long as no pass followed
-        self._last_error: BaseException | None = None
-        self._failure: str | None = None  # why nothing is on disk
+        self._passes: Passes | None = None  # as long as it records
 
     def __enter__(self) -> Tracker:
         if self._recorder is not None:
@@ -126,37 +104,36 @@ class Tracker:
         if clash is not None:
             raise _core.Error(f"{self._out}: another tracker in this process writes there; give each its own out=")
         self._pid = os.getpid()
-        self._ranks = ranks.Ranks(self._model, self._process_group, self._out)
-        self._recorder = self._new_recorder()
-        self._hooks = Hooks(self._model, self._recorder, self._optimizers)
-        self._is_recording = True
-        self._note_run()
-        self._hooks.refresh()
-        _active.append(self)
-        _watch_forks()
-        steps.start(self)
+        try:
+            self._begin()
+        except _core.Error:
+            raise
+        except Exception as error:  # ours, and no reason to keep anyone from training
+            _say(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._pid != os.getpid() or self._recorder is None:
-            return  # a forked child leaves its parent's block
-        steps.stop(self)
+            return  # a forked child leaves its parent's block; or nothing was recorded
         if self in _active:
             _active.remove(self)
-        if self._is_recording:
-            self._contain(lambda: self._hooks.refresh(is_last=True))
-        self._hooks.remove()
-        if not self._is_recording:
+        passes, self._passes = self._passes, None
+        if passes is None:
             self._contain(self._ranks.leave)
-        elif error is None:
+            return
+        steps.stop(passes)
+        self._contain(passes.close_touched)
+        self._contain(lambda: self._hooks.refresh(is_last=True))
+        self._contain(self._hooks.remove)
+        if error is None:
             self._contain(self._finish_cleanly)
         else:
             self._contain(lambda: self._finish_failed(error))
-        self._is_recording = False
 
     def step(self) -> None:
         """Closes a step by hand. Nothing happens if no pass was seen since the last step."""
-        self._end_by_hand()
+        if self._passes is not None:
+            self._passes.step()
 
     def report(self) -> Report:
         """The report: of all ranks on the first rank after a clean exit, of this rank before that and elsewhere.
@@ -165,105 +142,22 @@ class Tracker:
             ddpcov.Error: the block was not entered yet.
         """
         if self._recorder is None:
-            raise _core.Error("nothing is recorded yet: enter the block first")
+            raise _core.Error("nothing is recorded: enter the block first, and see stderr if it was entered")
         return reading.build(self._merged or self._recorder.capture())
 
-    # What `steps` tells.
-
-    @_contained
-    def pass_begins(self, run: steps.EngineRun) -> None:
-        """See `steps.Listener`."""
-        with self._lock:
-            if self._num_open == 0:
-                self._close_touched()
-            self._num_open += 1
-            self._hooks.refresh()
-            if run.is_backward:
-                self._live.begin_pass()
-
-    @_contained
-    def pass_ends(self, run: steps.EngineRun) -> None:
-        """See `steps.Listener`."""
-        with self._lock:
-            if self._num_open == 0:
-                return  # it began before the block did
-            self._num_open -= 1
-            if self._is_ours(run):
-                self._close_pass(run.error)
-            elif self._num_open == 0:
-                self._live.drop_pass()
-            # An optimizer may step inside the pass, from a hook; its step ends with the pass.
-            deferred, self._deferred = self._deferred, []
-            for optimizer in deferred:
-                self._end_step(optimizer)
-
-    @_contained
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """See `steps.Listener`."""
-        with self._lock:
-            is_ours = any(o is optimizer for o in self._optimizers) or any(
-                self._hooks.owns(group["params"]) for group in optimizer.param_groups
-            )
-            if not is_ours:
-                return
-            if steps.is_inside_engine():
-                self._deferred.append(optimizer)
-            else:
-                self._end_step(optimizer)
-
-    @_contained
-    def _end_by_hand(self) -> None:
-        with self._lock:
-            self._close_touched()
-            if self._live.has_passes():
-                self._end_step(self)
-
-    def _is_ours(self, run: steps.EngineRun) -> bool:
-        """Whether a run of the engine is a pass of this model.
-
-        It is if it touched the model. If not, it is all the same, one that reached nothing, unless it trained another model:
-        of two models, each sees the passes of both.
-        """
-        is_alone = self._num_open == 0
-        if is_alone and self._live.is_touched():
-            return True
-        if not run.is_backward:
-            return False
-        is_other = run.has_inner_parameters
-        for leaf in run.leaves():
-            if self._hooks.owns([leaf]):
-                return True
-            is_other = is_other or steps.is_parameter(leaf)
-            if is_other and is_alone and run.error is None and not run.inputs:
-                break  # all that it reaches has run, and nothing of it was ours
-        return not is_other
-
-    def _close_touched(self) -> None:
-        """Closes what autograd did without Python's knowledge, run from C++."""
-        if self._live.is_touched():
-            self._close_pass()
-
-    def _close_pass(self, error: BaseException | None = None) -> None:
-        flags = 0
-        if error is not None:
-            flags, self._last_error = _core.RAISED, error
-        if self._hooks.averaging.ddps and not self._hooks.averaging.is_synchronised():
-            flags |= _core.NO_SYNC
-        self._live.close_pass(flags)
-        if self._failure is None and (failure := self._live.failure) is not None:
-            self._failure = failure
-            _say(f"{self._shard()}: {failure}; the recording goes on in memory")
-
-    def _end_step(self, by: Any) -> None:
-        self._close_touched()
-        if self._live.has_passes() or not self._stepped or any(by is other for other in self._stepped):
-            # The same optimizer once more, with no pass between: a step in which nothing was covered.
-            self._live.close_step()
-            self._stepped = [by]
-        else:
-            self._stepped.append(by)  # several optimizers, one after the other: one step
-
     # Beginning.
+
+    def _begin(self) -> None:
+        self._ranks = ranks.Ranks(self._model, self._process_group, self._out)
+        self._hooks = Hooks(self._model, self._optimizers)
+        recorder = self._new_recorder()
+        self._recorder = recorder
+        self._hooks.attach(recorder)
+        self._note_run()
+        _active.append(self)
+        _watch_forks()
+        self._passes = Passes(recorder, self._hooks, self._optimizers, give_up=self._give_up, tell_failure=self._tell_failure)
+        steps.start(self._passes)
 
     @property
     def _live(self) -> _core.Recorder:
@@ -286,13 +180,17 @@ class Tracker:
         try:
             return make(self._shard())
         except OSError as error:
-            self._failure = str(error)
-            _say(f"{self._shard()}: {error}; the recording stays in memory")
-            return make(None)
+            self._recorder = make(None)
+            self._tell_failure(error.strerror or str(error))
+            return self._recorder
 
     def _note_run(self) -> None:
         run = {"torch": torch.__version__, "wrapper": asdict(self._hooks.averaging.wrapper)}
         self._live.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
+
+    def _tell_failure(self, reason: str) -> None:
+        self._live.note("degraded", json.dumps({"reason": reason}))
+        _say(f"{self._shard()}: {reason}; the recording goes on in memory")
 
     def _path(self) -> Path | None:
         return None if self._out is None else Path(self._out).absolute()
@@ -304,8 +202,9 @@ class Tracker:
     # Ending.
 
     def _give_up(self, reason: str) -> None:
-        self._is_recording = False
-        steps.stop(self)
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            steps.stop(passes)
         self._live.disable()
         _say(f"recording stopped, training goes on: {reason}")
         self._contain(self._hooks.remove)
@@ -318,7 +217,6 @@ class Tracker:
             _say(f"at the end of the block: {type(error).__name__}: {error}")
 
     def _finish_cleanly(self) -> None:
-        self._close_touched()
         self._live.finish("clean")
         if self._ranks.world_size == 1:
             self._merged = self._live.capture()
@@ -337,13 +235,15 @@ class Tracker:
         else:
             histories = self._ranks.gather(history)
         if self._ranks.is_first:
-            merged = self._live.merge(histories)
-            if outcome == "merge":
-                ranks.check_sums(merged.analyse(), sums)
-            self._merged = merged
-            is_written = self._write(merged)
-            if self._out is not None:
-                self._ranks.tell_written(is_written)
+            is_written = False
+            try:
+                merged = self._live.merge(histories)
+                if outcome == "merge":
+                    ranks.check_sums(merged.analyse(), sums)
+                self._merged = merged
+                is_written = self._write(merged)
+            finally:
+                self._ranks.tell_written(is_written)  # the others wait to hear it
         elif self._out is not None and self._ranks.is_written():
             self._remove_shard()
 
@@ -369,7 +269,7 @@ class Tracker:
             shard.unlink(missing_ok=True)
 
     def _finish_failed(self, error: BaseException) -> None:
-        in_pass = any(e is self._last_error for e in (error, error.__cause__, error.__context__))
+        in_pass = any(hasattr(e, "_ddpcov_in_pass") for e in (error, error.__cause__, error.__context__))
         fact = {"type": type(error).__name__, "message": str(error)[:8000], "in_pass": in_pass}
         fact["named"] = self._hooks.named_by_ddp(str(error))
         self._live.note("exception", json.dumps(fact))
@@ -404,7 +304,7 @@ def _watch_forks() -> None:
 def _in_child() -> None:
     # The mapped pages are shared with the parent: not a bit may be set in them from here.
     for tracker in _active:
-        tracker._is_recording = False
+        tracker._passes = None
         tracker._live.disable()
     _active.clear()
     steps.forget()
