@@ -244,7 +244,7 @@ class Tracker:
                 is_written = self._write(merged)
             finally:
                 self._ranks.tell_written(is_written)  # the others wait to hear it
-        elif self._out is not None and self._ranks.is_written():
+        elif self._ranks.is_written():
             self._remove_shard()
 
     def _write(self, capture: _core.Capture) -> bool:
