@@ -96,6 +96,7 @@ class Tracker:
         self._recorder: _core.Recorder | None = None
         self._merged: _core.Capture | None = None
         self._passes: Passes | None = None  # as long as it records
+        self._is_degraded = False  # could not write its shard
 
     def __enter__(self) -> Tracker:
         if self._recorder is not None:
@@ -109,7 +110,7 @@ class Tracker:
         except _core.Error:
             raise
         except Exception as error:  # ours, and no reason to keep anyone from training
-            _say(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {error}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -189,6 +190,7 @@ class Tracker:
         self._live.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
 
     def _tell_failure(self, reason: str) -> None:
+        self._is_degraded = True
         self._live.note("degraded", json.dumps({"reason": reason}))
         _say(f"{self._shard()}: {reason}; the recording goes on in memory")
 
@@ -205,8 +207,10 @@ class Tracker:
         passes, self._passes = self._passes, None
         if passes is not None:
             steps.stop(passes)
-        self._live.disable()
         _say(f"recording stopped, training goes on: {reason}")
+        if self._recorder is None:
+            return
+        self._live.disable()
         self._contain(self._hooks.remove)
         self._contain(lambda: self._live.finish(f"exception: ddpcov stopped recording: {reason}"))
 
@@ -256,7 +260,8 @@ class Tracker:
             beside.write_bytes(capture.encode())
             beside.replace(path)  # so that a capture of that name is always whole
         except OSError as error:
-            _say(f"{path}: {error.strerror or error}; the report is in memory only")
+            if not self._is_degraded:  # else it was said
+                _say(f"{path}: {error.strerror or error}; the report is in memory only")
             with contextlib.suppress(OSError):
                 beside.unlink()
             return False

@@ -24,7 +24,9 @@ def advise(facts: Facts) -> Advice:
 def _flag(facts: Facts) -> str:
     if facts.wrapper.kind != "ddp":
         return "not-applicable"
-    is_twice = any("ready only once" in str(exception.get("message")) for _, exception in facts.exceptions())
+    is_twice = any("ready only once" in str(exception.get("message")) for _, exception in facts.exceptions()) or (
+        not facts.wrapper.static_graph and any(p.of_kind("again") for p in facts.profiles)
+    )
     if is_twice or any(lane.idle for lane in facts.lanes):
         return "cannot-help"
     # Lacking in one averaged pass and covered in another, or on another rank: neither freezing nor deleting is right.

@@ -204,7 +204,7 @@ def incomplete(facts: Facts) -> Found:
         if lane.is_broken_off and lane.broken_off is not None:
             covered, lacking = lane.broken_off
             step = lane.num_steps - 1
-            how = "stopped (killed or hung)" if lane.end == "killed" else f"ended ({lane.end})"
+            how = "stopped (killed or hung)" if lane.end == "killed" else "raised"
             message = (
                 f"Rank {_join(lane.ranks)} {how} inside a backward pass of step {step}: {len(covered)} of"
                 f" {len(covered) + len(lacking)} trainable parameters had their gradient by then."

@@ -1,17 +1,26 @@
-import json
+"""Reporters: a `Report` and its options in, a text stream out. They see no paths, no arguments, no core."""
+
+from __future__ import annotations
+
+from typing import Protocol, TextIO
+
+from ddpcov.report import Report
+from ddpcov.reporters.json import JsonReporter
+from ddpcov.reporters.layout import Options
+from ddpcov.reporters.markdown import MarkdownReporter
+from ddpcov.reporters.text import TextReporter
+
+__all__ = ["FORMATS", "Options", "Reporter"]
 
 
-class Options:
-    def __init__(self, **k):
-        pass
+class Reporter(Protocol):
+    """What a format is."""
+
+    def __init__(self, options: Options) -> None: ...
+
+    def render(self, report: Report, stream: TextIO) -> None:
+        """Writes the report."""
 
 
-class J:
-    def __init__(self, o):
-        pass
-
-    def render(self, r, s):
-        json.dump(r.to_dict(), s)
-
-
-FORMATS = {"text": J, "json": J, "markdown": J}
+FORMATS: dict[str, type[Reporter]] = {"text": TextReporter, "json": JsonReporter, "markdown": MarkdownReporter}
+"""Format → reporter."""
