@@ -84,9 +84,7 @@ def _left_by(file: Path) -> tuple[str, bytes | None]:
     )
 
 
-def _run_rank(
-    function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], folder: Path, file: Path
-) -> None:
+def _run_rank(function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], folder: Path, file: Path) -> None:
     with file.with_suffix(".stderr").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

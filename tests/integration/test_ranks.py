@@ -39,7 +39,9 @@ def record(rank: int, model: nn.Module, train: Callable[[Both], None], **options
     return Told(own, run.cov.report(), run.ref.missed())
 
 
-def each_step(model: nn.Module, optimizer: Any, names: Callable[[int], list[str]], num_steps: int = 4) -> Callable[[Both], None]:
+def each_step(
+    model: nn.Module, optimizer: Any, names: Callable[[int], list[str]], num_steps: int = 4
+) -> Callable[[Both], None]:
     """Trains the layers that `names` gives for the step."""
 
     def train(run: Both) -> None:
@@ -256,7 +258,10 @@ def test_two_models_at_once(tmp_path: Path) -> None:
     ranks = run_ranks(gan, folder=tmp_path)
     results = [rank.result for rank in ranks]
     of_generator, of_critic = ddpcov.read(tmp_path / "g.bin"), ddpcov.read(tmp_path / "c.bin")
-    assert {rank: missed(of_generator, rank) for rank in (0, 1)} == {0: {"unused.weight": [(0, 3)]}, 1: {"unused.weight": [(0, 3)]}}
+    assert {rank: missed(of_generator, rank) for rank in (0, 1)} == {
+        0: {"unused.weight": [(0, 3)]},
+        1: {"unused.weight": [(0, 3)]},
+    }
     assert (of_generator.run.steps, of_generator.run.backward_passes) == (4, 4)
     # Its last pass came after its last step, and is a step.
     assert (of_critic.run.steps, of_critic.run.backward_passes) == (5, 8)

@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from ddpcov.reading import read
@@ -34,8 +35,9 @@ class Demo:
             print(f"Two ranks train this model under DistributedDataParallel:\n\n{_source()}")
             errors = _train(Path(folder), out)
             print("What DDP says at the second step, on every rank:\n")
-            print("\n".join(f"    {line}" for line in errors), end="\n\n", flush=True)
-            print(f"What `python -m ddpcov report {out.name}` says of the same run:\n", flush=True)
+            for line in errors:
+                print(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    "))
+            print(f"\nWhat `python -m ddpcov report {out.name}` says of the same run:\n", flush=True)
             FORMATS["text"](Options()).render(read(out), sys.stdout)
         return 0
 
@@ -57,7 +59,7 @@ def _train(folder: Path, out: Path) -> list[str]:
         for process in processes:
             process.kill()
             process.wait()
-    lines = logs[0].read_text(errors="replace").splitlines()
+    lines = [line.removeprefix("[rank0]: ") for line in logs[0].read_text(errors="replace").splitlines()]
     begins = [i for i, line in enumerate(lines) if line.startswith("RuntimeError: ")]
     end = next((i for i, line in enumerate(lines) if line.startswith("ddpcov: on rank")), len(lines))
     return lines[begins[0] : end] if begins else lines
@@ -66,4 +68,4 @@ def _train(folder: Path, out: Path) -> list[str]:
 def _source() -> str:
     """The model, as it stands in the job's source between two marks."""
     text = Path(__file__).with_name("demo_job.py").read_text()
-    return "\n".join(f"    {line}".rstrip() for line in text.split("# ---\n")[1].splitlines()) + "\n"
+    return "\n".join(f"    {line}".rstrip() for line in text.split("# ---\n")[1].strip().splitlines()) + "\n"

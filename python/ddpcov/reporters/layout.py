@@ -218,7 +218,9 @@ def advice(report: Report) -> list[tuple[str, str]]:
     if given.find_unused_parameters == "not-applicable":
         return []
     says = {
-        "off": "off: it is not needed, or only hides what should be mended",
+        "off": "off: what is missed is the same in every step, and better mended than hidden"
+        if report.totals.missed
+        else "off: it is not needed",
         "on": "on: the set of parameters without a gradient varies",
         "cannot-help": "cannot help: what is wrong here goes wrong with it, too",
         "safe": "safe: the set is the same in every step",
