@@ -339,27 +339,40 @@ fn broken_off(lane: &Lane, renumber: &[u32]) -> Option<BrokenOff> {
 }
 
 /// Splits the parameters into classes of which no row tells two members apart. Partition refinement: each row splits every
-/// class that it holds a part of, at the cost of its members.
+/// class that it holds a part of. A row and its complement split alike, so that the smaller is taken.
 fn refine<'a>(num_parameters: usize, rows: impl Iterator<Item = &'a Row>) -> Vec<Vec<u32>> {
+    let everything: Row = (0..num_parameters as u32).collect();
     let mut class_of = vec![0_u32; num_parameters];
     let mut sizes = vec![num_parameters];
+    let mut inside = vec![0_usize];
     let mut seen = HashSet::new();
     for row in rows.filter(|row| !row.is_empty() && seen.insert(*row)) {
-        let mut inside: HashMap<u32, usize> = HashMap::new();
-        for id in row.iter() {
-            *inside.entry(class_of[id as usize]).or_default() += 1;
+        let is_small = row.count() as usize * 2 <= num_parameters;
+        let complement = if is_small { Row::default() } else { everything.difference(row) };
+        let smaller = if is_small { row } else { &complement };
+        let mut touched = Vec::new();
+        for id in smaller.iter() {
+            let class = class_of[id as usize];
+            if inside[class as usize] == 0 {
+                touched.push(class);
+            }
+            inside[class as usize] += 1;
         }
         let mut split = HashMap::new();
-        for (class, size) in inside {
+        for class in touched {
+            let size = std::mem::take(&mut inside[class as usize]);
             if size < sizes[class as usize] {
                 sizes[class as usize] -= size;
                 sizes.push(size);
+                inside.push(0);
                 split.insert(class, sizes.len() as u32 - 1);
             }
         }
-        for id in row.iter() {
-            if let Some(&new) = split.get(&class_of[id as usize]) {
-                class_of[id as usize] = new;
+        if !split.is_empty() {
+            for id in smaller.iter() {
+                if let Some(&new) = split.get(&class_of[id as usize]) {
+                    class_of[id as usize] = new;
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Shards or lanes of one run into one capture: ranks whose histories are equal share a lane.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use crate::capture::{Capture, Lane, RunId};
@@ -12,8 +13,8 @@ use crate::params::Params;
 pub struct Merger {
     run: Option<RunId>,
     lanes: Vec<Lane>,
-    /// Where lanes with as many patterns, shapes and steps are, so that few need comparing.
-    alike: HashMap<[usize; 3], Vec<usize>>,
+    /// Where lanes of equal hash are, so that few need comparing.
+    alike: HashMap<u64, Vec<usize>>,
     tables: Vec<Arc<Params>>,
 }
 
@@ -41,7 +42,9 @@ impl Merger {
             Some(table) => lane.params = table.clone(),
             None => self.tables.push(lane.params.clone()),
         }
-        let alike = self.alike.entry([lane.patterns.len(), lane.shapes.len(), lane.steps.len()]).or_default();
+        let mut hasher = DefaultHasher::new();
+        (&lane.patterns, &lane.shapes, &lane.steps, &lane.open).hash(&mut hasher);
+        let alike = self.alike.entry(hasher.finish()).or_default();
         if let Some(&index) = alike.iter().find(|&&i| is_same_history(&self.lanes[i], &lane)) {
             self.lanes[index].ranks = self.lanes[index].ranks.union(&lane.ranks);
         } else {

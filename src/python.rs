@@ -259,14 +259,7 @@ impl Analysis {
     #[getter]
     fn parameters(&self) -> Vec<ParameterTuple> {
         let to_tuple = |p: &Parameter| {
-            (
-                p.name.clone(),
-                p.aliases.clone(),
-                p.shape.clone(),
-                p.dtype.clone(),
-                p.itemsize,
-                p.module_class.clone(),
-            )
+            (p.name.clone(), p.aliases.clone(), p.shape.clone(), p.dtype.clone(), p.itemsize, p.module_class.clone())
         };
         self.core.parameters.iter().map(to_tuple).collect()
     }
@@ -332,20 +325,15 @@ fn peek(py: Python<'_>, path: PathBuf) -> PyResult<(&'static str, u64, u64)> {
     Ok((peek.kind.name(), peek.run.nonce, peek.run.started))
 }
 
-/// Set algebra on ranges, for the rules: `union`, `intersection` or `difference`.
+/// Set algebra on ranges, for the rules.
 #[pyfunction]
-fn union(a: Pairs, b: Pairs) -> Pairs {
-    pairs(&a.into_iter().collect::<Ranges>().union(&b.into_iter().collect()))
+fn union(sets: Vec<Pairs>) -> Pairs {
+    pairs(&sets.into_iter().flatten().collect())
 }
 
 #[pyfunction]
 fn intersection(a: Pairs, b: Pairs) -> Pairs {
     pairs(&a.into_iter().collect::<Ranges>().intersection(&b.into_iter().collect()))
-}
-
-#[pyfunction]
-fn difference(a: Pairs, b: Pairs) -> Pairs {
-    pairs(&a.into_iter().collect::<Ranges>().difference(&b.into_iter().collect()))
 }
 
 #[pymodule(gil_used = false)]
@@ -366,7 +354,6 @@ fn core_module(m: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(peek, m)?,
         wrap_pyfunction!(union, m)?,
         wrap_pyfunction!(intersection, m)?,
-        wrap_pyfunction!(difference, m)?,
     ] {
         m.add_function(function)?;
     }

@@ -117,7 +117,9 @@ impl Recorder {
             return Err(Error::Invalid { what });
         }
         if let Some(p) = parameters.iter().find(|p| p.shape.len() > 255 || p.aliases.len() > usize::from(u16::MAX)) {
-            return Err(Error::Invalid { what: format!("{}: more dimensions or aliases than can be recorded", p.name) });
+            return Err(Error::Invalid {
+                what: format!("{}: more dimensions or aliases than can be recorded", p.name),
+            });
         }
         inner.num_parameters = inner.num_parameters.max(end as u32);
         inner.append(&Record::Parameters { first, parameters })?;
@@ -147,7 +149,12 @@ impl Recorder {
         let (id, is_new) = inner.situations.intern(&situation, 6 * 8 * situation.registered.words().len());
         inner.state.situation = Some(id);
         inner.trainable = situation.trainable.clone();
-        if is_new { inner.append(&Record::Situation(situation)) } else { inner.commit(); Ok(()) }
+        if is_new {
+            inner.append(&Record::Situation(situation))
+        } else {
+            inner.commit();
+            Ok(())
+        }
     }
 
     /// A backward pass begins.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Rank", "run_ranks"]
+__all__ = ["Rank", "count_collectives", "run_ranks"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest", "ddpcov.tracker"])
@@ -74,6 +74,22 @@ def run_ranks(
             rank.kill()
             rank.join()
         return [Rank(code, *_left_by(file)) for code, file in zip(codes, files, strict=True)]
+
+
+def count_collectives() -> list[str]:
+    """The names of the collectives and transfers that Python code in this process calls from now on."""
+    called: list[str] = []
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("all_reduce", "all_gather", "isend", "irecv"):
+        setattr(dist, name, counting(name, getattr(dist, name)))
+    return called
 
 
 def _left_by(file: Path) -> tuple[str, bytes | None]:

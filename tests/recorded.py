@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 from ddpcov import _core
 
-__all__ = ["capture", "shard"]
+__all__ = ["capture", "header", "shard"]
 
 
 def shard(
@@ -25,7 +27,14 @@ def shard(
     recorder.define(0, [(name, [], [3, 3], "float32", 4, "torch.nn.Linear") for name in names])
     ids = list(range(len(names)))
     recorder.set_situation(
-        registered=ids, trainable=ids, awaited=[], wrapped=[], ignored=[], optimized=[], num_orphans=0, has_wrapper=False
+        registered=ids,
+        trainable=ids,
+        awaited=[],
+        wrapped=[],
+        ignored=[],
+        optimized=[],
+        num_orphans=0,
+        has_wrapper=False,
     )
     for _ in range(2):
         recorder.begin_pass()
@@ -47,3 +56,9 @@ def capture(path: Path, *, started: int = 1, world_size: int = 2, names: tuple[s
     data = recorder.merge([([(0, world_size - 1)], recorder.history())]).encode()
     path.write_bytes(data)
     return data
+
+
+def header(version: int) -> bytes:
+    """The first bytes of a capture of that format version."""
+    start = b"\x89DDPCOV\n" + struct.pack("<III", version, 2, 0)
+    return start + struct.pack("<I", zlib.crc32(start))

@@ -19,7 +19,6 @@ __all__ = [
     "Recorder",
     "Slot",
     "__version__",
-    "difference",
     "intersection",
     "peek",
     "union",
@@ -196,6 +195,5 @@ class Analysis:
 def peek(path: _Path) -> tuple[str, int, int]:
     """Kind (`shard` or `capture`), nonce and start (ns since 1970) of a file. Raises CaptureError or OSError."""
 
-def union(a: _Ranges, b: _Ranges) -> _Ranges: ...
+def union(sets: list[_Ranges]) -> _Ranges: ...
 def intersection(a: _Ranges, b: _Ranges) -> _Ranges: ...
-def difference(a: _Ranges, b: _Ranges) -> _Ranges: ...

@@ -53,7 +53,7 @@ def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
         try:
             merger.add_shard(shard)
             num_read += 1
-        except (_core.CaptureError, OSError) as error:
+        except (_core.Error, OSError) as error:
             notes.append(_with_path(shard, error))
     if not num_read:
         raise _core.CaptureError(notes[-1])

@@ -82,7 +82,9 @@ fn describe(bytes: &[u8]) -> String {
         [] => "an empty file".into(),
         [b'P', b'K', 3, 4, ..] => "a zip archive (a PyTorch checkpoint?)".into(),
         [0x80, 2..=5, ..] => "a Python pickle (a PyTorch checkpoint?)".into(),
-        _ if text.starts_with(b"{") || text.starts_with(b"[") => "JSON text (a report, not the capture it was made from?)".into(),
+        _ if text.starts_with(b"{") || text.starts_with(b"[") => {
+            "JSON text (a report, not the capture it was made from?)".into()
+        }
         _ if bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace()) => "a text file".into(),
         _ => format!("a file that begins with {:02x?}", &bytes[..bytes.len().min(8)]),
     }

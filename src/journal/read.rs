@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::header::{self, Kind};
+use super::live;
 use super::record::{FRAME, LIVE_HEAD, LIVE_ROWS, LIVE_STATE, Record, decode, encode};
 use super::wire::Cursor;
-use super::live;
 use crate::bitset::Row;
 use crate::capture::{Capture, Lane, Passes, Pattern, RunId, Shape, flags, push_passes};
 use crate::error::{Error, Result};

@@ -5,9 +5,9 @@ use std::io::{self, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use super::header::{self, Kind};
+use super::live;
 use super::mapping::Words;
 use super::record::{LIVE_ROWS, LIVE_STATE, Record, encode, encode_lane, encode_live};
-use super::live;
 use crate::capture::{Capture, RunId};
 use crate::error::Result;
 

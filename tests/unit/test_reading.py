@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from pathlib import Path
 
 import pytest
 
 import ddpcov
-from recorded import capture, shard
+from recorded import capture, header, shard
 
 
 @pytest.fixture
@@ -23,11 +21,6 @@ def beside(run: Path, rank: int) -> Path:
 
 def codes(report: ddpcov.Report) -> list[str]:
     return [f.code for f in report.findings]
-
-
-def header(version: int) -> bytes:
-    start = b"\x89DDPCOV\n" + struct.pack("<III", version, 2, 0)
-    return start + struct.pack("<I", zlib.crc32(start))
 
 
 # Files that are no capture.

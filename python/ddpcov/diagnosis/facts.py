@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from ddpcov import _core
@@ -17,7 +16,7 @@ __all__ = ["Facts", "Lane", "Profile", "collect", "count", "union"]
 
 def union(ranges: Iterable[list[Range]]) -> list[Range]:
     """All members of any of the ranges."""
-    return reduce(_core.union, ranges, [])
+    return _core.union(list(ranges))
 
 
 def count(ranges: Iterable[Range]) -> int:
@@ -114,13 +113,14 @@ def collect(capture: _core.Capture) -> Facts:
     lanes = [_lane(lane) for lane in analysis.lanes]
     run: dict[str, Any] = next((lane.facts["run"] for lane in lanes if "run" in lane.facts), {})
     num_steps = max((lane.num_steps for lane in lanes), default=0)
-    parameters: list[Any] = [None] * len(analysis.parameters)
+    defined = analysis.parameters  # made anew at each call
+    parameters: list[Any] = [None] * len(defined)
     profiles = []
     for raw in analysis.profiles:
         covered = _coverage(raw, lanes, num_steps)
         members = []
         for param_id in raw["parameters"]:
-            name, aliases, shape, dtype, itemsize, module_class = analysis.parameters[param_id]
+            name, aliases, shape, dtype, itemsize, module_class = defined[param_id]
             parameter = ParameterCoverage(
                 name=name,
                 aliases=tuple(aliases),

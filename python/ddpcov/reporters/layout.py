@@ -175,9 +175,13 @@ def group_missed(report: Report, options: Options, limit: int) -> list[Group]:
 
 def _grouped(missed: Iterable[ParameterCoverage], by: str, depth: int) -> list[Group]:
     found: dict[tuple[object, ...], list[ParameterCoverage]] = {}
+    # Parameters that are alike share one table of ranks and steps, which may be long: each is taken in once.
+    tables: dict[int, int] = {}
+    numbers: dict[tuple[object, ...], int] = {}
     for p in missed:
-        steps = tuple((rank, tuple(r)) for rank, r in p.missed.items())
-        found.setdefault((_label(p, by, depth), steps), []).append(p)
+        if id(p.missed) not in tables:
+            tables[id(p.missed)] = numbers.setdefault(tuple(p.missed.items()), len(numbers))
+        found.setdefault((_label(p, by, depth), tables[id(p.missed)]), []).append(p)
     groups = []
     for (label, _), members in found.items():
         classes = {p.module_class.rpartition(".")[2] for p in members}
