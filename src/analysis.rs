@@ -256,7 +256,7 @@ impl LaneRows {
         let (first, last) = (summary.num_steps, summary.num_steps + count - 1);
         let passes: u64 = shape.iter().filter(|p| p.flags & flags::EMPTY == 0).map(|p| p.count).sum();
         summary.num_steps += count;
-        summary.num_passes += passes.saturating_mul(count);
+        summary.num_passes = summary.num_passes.saturating_add(passes.saturating_mul(count));
         if is_closed && shape.iter().all(is_whole) {
             summary.finished.push(first, last);
             if self.steps[step].is_idle {

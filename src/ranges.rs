@@ -20,9 +20,9 @@ impl Ranges {
         self.0.is_empty()
     }
 
-    /// Number of members.
+    /// Number of members; `u64::MAX` also stands for one more.
     pub fn count(&self) -> u64 {
-        self.0.iter().map(|(a, b)| b - a + 1).sum()
+        self.0.iter().fold(0, |n: u64, (a, b)| n.saturating_add(b - a).saturating_add(1))
     }
 
     /// Adds `first..=last`, which must begin after every member so far began.

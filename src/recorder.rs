@@ -150,11 +150,10 @@ impl Recorder {
         inner.state.situation = Some(id);
         inner.trainable = situation.trainable.clone();
         if is_new {
-            inner.append(&Record::Situation(situation))
-        } else {
-            inner.commit();
-            Ok(())
+            return inner.append(&Record::Situation(situation));
         }
+        inner.commit();
+        Ok(())
     }
 
     /// A backward pass begins.
@@ -332,6 +331,9 @@ impl Inner {
 
     /// Appends bytes; if the file takes no more, goes on in memory with what it has.
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(()); // most steps: no system call
+        }
         let Err(error) = self.sink.append(bytes) else { return Ok(()) };
         self.failure = Some(error.to_string());
         // The file keeps its last commit and must not show a pass that will never close in it.
@@ -397,7 +399,7 @@ impl Inner {
             self.spilled = true;
         }
         self.state.entries = entries;
-        if written.is_empty() { Ok(()) } else { self.write(&written) }
+        self.write(&written)
     }
 
     /// The shard as a file would have it now.

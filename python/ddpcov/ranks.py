@@ -66,16 +66,6 @@ class Ranks:
         """Whether this rank collects and writes what the ranks have in common."""
         return self.rank == self.members[0]
 
-    def member_ranges(self) -> list[tuple[int, int]]:
-        """The members as `RunId.ranks` has them."""
-        ranges: list[tuple[int, int]] = []
-        for rank in sorted(self.members):
-            if ranges and ranges[-1][1] == rank - 1:
-                ranges[-1] = (ranges[-1][0], rank)
-            else:
-                ranges.append((rank, rank))
-        return ranges
-
     def name_run(self) -> tuple[int, int]:
         """Start (ns since 1970) and nonce of the run, the same on all ranks: whoever comes first sets them; nobody waits."""
         own = f"{time.time_ns()} {secrets.randbits(64)}"

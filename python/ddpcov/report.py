@@ -5,7 +5,7 @@ Everything here is made when a capture is read; none of it is stored. No torch i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "Run",
     "Totals",
     "Wrapper",
+    "as_ranges",
 ]
 
 FORMAT_VERSION = 1
@@ -28,6 +29,17 @@ FORMAT_VERSION = 1
 
 Range = tuple[int, int]
 """First and last member of a run of consecutive integers, both included."""
+
+
+def as_ranges(numbers: Iterable[int]) -> list[Range]:
+    """Consecutive numbers as ranges."""
+    out: list[Range] = []
+    for n in sorted(numbers):
+        if out and out[-1][1] == n - 1:
+            out[-1] = (out[-1][0], n)
+        else:
+            out.append((n, n))
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,7 @@ class ParameterCoverage:
             "shape": list(self.shape),
             "numel": self.numel,
             "dtype": self.dtype,
+            "itemsize": self.itemsize,
             "trainable": self.trainable,
             "module": self.module,
             "module_class": self.module_class,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ddpcov import _core, ranks, reading, steps
 from ddpcov.hooks import Hooks
 from ddpcov.passes import Passes
-from ddpcov.report import Report
+from ddpcov.report import Report, as_ranges
 
 __all__ = ["Tracker", "track"]
 
@@ -173,7 +173,7 @@ class Tracker:
                 path,
                 started=started,
                 nonce=nonce,
-                ranks=self._ranks.member_ranges(),
+                ranks=as_ranges(self._ranks.members),
                 rank=self._ranks.rank,
                 optimizer_given=bool(self._optimizers),
             )
@@ -235,7 +235,7 @@ class Tracker:
         history = self._live.history()
         sums = ranks.pack_counts(own)
         if outcome == "merge" and self._ranks.is_same_everywhere(history, sums):
-            histories = [(self._ranks.member_ranges(), history)]
+            histories = [(as_ranges(self._ranks.members), history)]
         else:
             histories = self._ranks.gather(history)
         if self._ranks.is_first:

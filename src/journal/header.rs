@@ -34,9 +34,10 @@ impl Kind {
     }
 }
 
-pub fn encode(kind: Kind) -> Vec<u8> {
+/// `num_lanes` is that of a capture, 0 in a shard.
+pub fn encode(kind: Kind, num_lanes: u32) -> Vec<u8> {
     let mut out = MAGIC.to_vec();
-    for value in [CURRENT_VERSION, kind as u32, 0] {
+    for value in [CURRENT_VERSION, kind as u32, num_lanes] {
         put_u32(&mut out, value);
     }
     let crc = crc32fast::hash(&out);
@@ -44,7 +45,8 @@ pub fn encode(kind: Kind) -> Vec<u8> {
     out
 }
 
-pub fn decode(bytes: &[u8]) -> Result<Kind> {
+/// The kind of the file, and how many lanes it has if it is a capture.
+pub fn decode(bytes: &[u8]) -> Result<(Kind, u32)> {
     let shown = &bytes[..bytes.len().min(MAGIC.len())];
     if bytes.is_empty() || !MAGIC.starts_with(shown) {
         return Err(Error::NotACapture { found: describe(bytes) });
@@ -54,8 +56,8 @@ pub fn decode(bytes: &[u8]) -> Result<Kind> {
     }
     let mut cursor = Cursor::new(&bytes[..LEN], 0);
     cursor.take(MAGIC.len(), "the magic")?;
-    let (version, kind, _, crc) =
-        (cursor.u32("version")?, cursor.u32("kind")?, cursor.u32("header")?, cursor.u32("checksum")?);
+    let (version, kind, num_lanes, crc) =
+        (cursor.u32("version")?, cursor.u32("kind")?, cursor.u32("lanes")?, cursor.u32("checksum")?);
     let expected = crc32fast::hash(&bytes[..LEN - 4]);
     if crc != expected {
         let what = format!("the header's checksum is {crc:08x}, expected {expected:08x}");
@@ -69,8 +71,8 @@ pub fn decode(bytes: &[u8]) -> Result<Kind> {
         return Err(Error::TooOld { found: version, supported: OLDEST_VERSION });
     }
     match kind {
-        1 => Ok(Kind::Shard),
-        2 => Ok(Kind::Capture),
+        1 => Ok((Kind::Shard, num_lanes)),
+        2 => Ok((Kind::Capture, num_lanes)),
         _ => Err(Error::Damaged { offset: 12, what: format!("file kind is {kind}, expected 1 or 2") }),
     }
 }

@@ -148,7 +148,7 @@ pub fn load(words: &[u64], offset: u64) -> Result<(State, bool)> {
     let Some(state) = State::from_words(slot, commit) else {
         return Err(Error::Damaged { offset, what: format!("live state {commit} does not match its checksum") });
     };
-    let open = words[PASS] == 2 * state.num_passes + 1;
+    let open = state.num_passes.checked_mul(2).is_some_and(|begun| words[PASS] == begun + 1);
     Ok((state, open))
 }
 

@@ -13,7 +13,7 @@
 //! | 0 | 8 | magic `89 44 44 50 43 4F 56 0A` (`\x89DDPCOV\n`) |
 //! | 8 | 4 | format version, 1 |
 //! | 12 | 4 | kind: 1 shard, 2 capture |
-//! | 16 | 4 | 0 |
+//! | 16 | 4 | number of lanes of a capture, 0 in a shard |
 //! | 20 | 4 | CRC-32 of bytes 0 to 19 |
 //!
 //! # Record

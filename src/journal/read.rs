@@ -28,14 +28,14 @@ pub struct Peek {
 
 /// Reads as much as is needed to know which run a file belongs to.
 pub fn peek(bytes: &[u8]) -> Result<Peek> {
-    let kind = header::decode(bytes)?;
+    let (kind, _) = header::decode(bytes)?;
     let mut cursor = Cursor::new(&bytes[header::LEN..], header::LEN as u64);
     Ok(Peek { kind, run: take_run(&mut cursor)? })
 }
 
 /// Reads a merged capture.
 pub fn read_capture(bytes: &[u8]) -> Result<Capture> {
-    let Peek { kind, .. } = peek(bytes)?;
+    let (kind, num_lanes) = header::decode(bytes)?;
     if kind != Kind::Capture {
         return Err(Error::WrongKind { found: kind.name(), expected: Kind::Capture.name() });
     }
@@ -65,17 +65,21 @@ pub fn read_capture(bytes: &[u8]) -> Result<Capture> {
             Frame::Unknown => {}
         }
     }
-    // Every lane of a capture is finished, so that bytes cut off between two records are noticed.
-    if lanes.is_empty() || lanes.iter().any(|l| l.lane.end.is_none()) || !seen.difference(&run.ranks).is_empty() {
+    // Every lane of a capture is finished, and their number known, so that bytes cut off between two records are noticed.
+    if lanes.is_empty() || lanes.len() != num_lanes as usize || lanes.iter().any(|l| l.lane.end.is_none()) {
         let what = "the end of the last lane";
         return Err(Error::Truncated { what, offset: cursor.offset(), needed: FRAME as u64, found: 0 });
+    }
+    if !seen.difference(&run.ranks).is_empty() {
+        return Err(damaged(header::LEN as u64, "a lane of a rank that is not part of the run"));
     }
     Ok(Capture { run, lanes: lanes.into_iter().map(|l| l.lane).collect() })
 }
 
 /// Reads the history that [`super::encode_lane`] wrote, of these ranks of a run.
 pub fn read_history(run: &RunId, ranks: Ranges, history: &[u8]) -> Result<Lane> {
-    let mut bytes = super::write::encode_capture(&Capture { run: run.clone(), lanes: Vec::new() });
+    let mut bytes = header::encode(Kind::Capture, 1);
+    encode(&mut bytes, &Record::Run(run.clone()));
     encode(&mut bytes, &Record::Lane { same_parameters: false, ranks });
     bytes.extend_from_slice(history);
     let mut lanes = read_capture(&bytes)?.lanes;
@@ -84,7 +88,7 @@ pub fn read_history(run: &RunId, ranks: Ranges, history: &[u8]) -> Result<Lane> 
 
 /// Reads one rank's shard, finished or not.
 pub fn read_shard(bytes: &[u8]) -> Result<(RunId, Lane)> {
-    let Peek { kind, .. } = peek(bytes)?;
+    let (kind, _) = header::decode(bytes)?;
     if kind != Kind::Shard {
         return Err(Error::WrongKind { found: kind.name(), expected: Kind::Shard.name() });
     }
@@ -131,8 +135,11 @@ pub fn read_shard(bytes: &[u8]) -> Result<(RunId, Lane)> {
         lane.apply(Record::Steps { shape, count }, offset)?;
     }
     lane.apply(Record::Passes(state.entries), offset)?;
-    let [reached, covered, again] = rows.map(Row::from_words);
     if let (true, Some(situation)) = (open, state.situation) {
+        let [reached, mut covered, again] = rows.map(Row::from_words);
+        if let Some(s) = lane.lane.situations.get(situation as usize) {
+            covered = covered.intersection(&s.trainable); // as in a pass that is closed
+        }
         let pattern = lane.lane.patterns.len() as u32;
         lane.apply(Record::Pattern(Pattern { situation, reached, covered, again }), offset)?;
         push_passes(&mut lane.lane.open, Passes { pattern, flags: flags::OPEN, count: 1 });
@@ -179,7 +186,9 @@ fn take_record(cursor: &mut Cursor) -> Result<Frame> {
     }
     let mut c = Cursor::new(payload, offset + 8);
     let (first, count, padding) = (c.u32(WHAT)?, c.u32(WHAT)? as usize, c.u32(WHAT)? as usize);
-    c.take(padding, WHAT)?;
+    if c.take(padding, WHAT)?.iter().any(|&b| b != 0) {
+        return Err(damaged(offset, "padding that is not zero"));
+    }
     let words = c.words(count * if tag == LIVE_ROWS { live::ROWS_PER_WORD } else { 1 }, WHAT)?;
     c.finish(WHAT)?;
     Ok(Frame::Live { tag, first, words })
@@ -193,11 +202,12 @@ fn damaged(offset: u64, what: &str) -> Error {
 struct LaneBuilder {
     lane: Lane,
     num_steps: u64,
+    num_open_passes: u64,
 }
 
 impl LaneBuilder {
     fn new(ranks: Ranges) -> Self {
-        Self { lane: Lane { ranks, ..Lane::default() }, num_steps: 0 }
+        Self { lane: Lane { ranks, ..Lane::default() }, num_steps: 0, num_open_passes: 0 }
     }
 
     fn apply(&mut self, record: Record, offset: u64) -> Result<()> {
@@ -231,12 +241,14 @@ impl LaneBuilder {
                 count > 0 && self.num_steps <= MAX_COUNT && (shape as usize) < lane.shapes.len()
             }
             Record::Passes(shape) => {
-                let valid = is_valid(&shape, lane.patterns.len());
+                self.num_open_passes = shape.iter().fold(self.num_open_passes, |n, p| n.saturating_add(p.count));
+                let valid = is_valid(&shape, lane.patterns.len()) && self.num_open_passes <= MAX_COUNT;
                 shape.into_iter().for_each(|passes| push_passes(&mut lane.open, passes));
                 valid
             }
             Record::StepEnd => {
                 let shape = std::mem::take(&mut lane.open);
+                self.num_open_passes = 0;
                 let valid = !shape.is_empty();
                 lane.shapes.push(shape);
                 lane.steps.push((lane.shapes.len() as u32 - 1, 1));

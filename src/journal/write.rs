@@ -82,7 +82,7 @@ impl Sink {
 
 /// The beginning of a shard: header, RUN, LANE and LIVE STATE, committed; and the offset of the live words.
 pub fn begin_shard(run: &RunId, rank: u64) -> (Vec<u8>, u64) {
-    let mut start = header::encode(Kind::Shard);
+    let mut start = header::encode(Kind::Shard, 0);
     encode(&mut start, &Record::Run(run.clone()));
     encode(&mut start, &Record::Lane { same_parameters: false, ranks: [(rank, rank)].into_iter().collect() });
     let with_state = |words: &[u64]| {
@@ -103,7 +103,7 @@ pub fn live_rows(base: u64, first_word: u32, num_words: usize) -> (Vec<u8>, u64)
 
 /// The bytes of a capture.
 pub fn encode_capture(capture: &Capture) -> Vec<u8> {
-    let mut out = header::encode(Kind::Capture);
+    let mut out = header::encode(Kind::Capture, capture.lanes.len() as u32);
     encode(&mut out, &Record::Run(capture.run.clone()));
     for (i, lane) in capture.lanes.iter().enumerate() {
         let same_parameters = i > 0 && capture.lanes[i - 1].params == lane.params;

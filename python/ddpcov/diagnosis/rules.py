@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from ddpcov import _core
 from ddpcov.diagnosis.codes import SLUGS
 from ddpcov.diagnosis.facts import Facts, Profile, count, union
-from ddpcov.report import Finding, Range
+from ddpcov.report import Finding, Range, as_ranges
 
 __all__ = ["find"]
 
@@ -249,13 +249,7 @@ def _ranks(number: int) -> str:
 
 
 def _join(ranks: tuple[int, ...]) -> str:
-    ranges: list[Range] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1] = (ranges[-1][0], rank)
-        else:
-            ranges.append((rank, rank))
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in as_ranges(ranks))
 
 
 def _some(names: tuple[str, ...], limit: int = 5) -> str:

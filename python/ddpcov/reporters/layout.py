@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from ddpcov import __version__
-from ddpcov.report import Finding, ParameterCoverage, Range, Report
+from ddpcov.report import Finding, ParameterCoverage, Range, Report, as_ranges
 
 __all__ = ["Group", "Options"]  # the rest is for the reporters beside it
 
@@ -30,6 +31,11 @@ class Group:
     label: str
     kind: str
     parameters: tuple[ParameterCoverage, ...]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it spans several modules, so that `kind` counts them and is no class."""
+        return len({p.module for p in self.parameters}) > 1
 
     @property
     def numel(self) -> int:
@@ -61,7 +67,7 @@ def size(num_bytes: int) -> str:
     value = float(num_bytes)
     for unit in ("KiB", "MiB", "GiB"):
         value /= 1024
-        if value < 1024:
+        if value < 1023.95:  # from there on it would read 1024.0
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} TiB"
 
@@ -72,15 +78,15 @@ def ranges(found: Sequence[Range], limit: int = _MAX_RANGES) -> str:
     return shown if len(found) <= limit else f"{shown}, … ({len(found) - limit} more)"
 
 
-def as_ranges(numbers: Iterable[int]) -> list[Range]:
-    """Consecutive numbers as ranges."""
-    out: list[Range] = []
-    for n in sorted(numbers):
-        if out and out[-1][1] == n - 1:
-            out[-1] = (out[-1][0], n)
-        else:
-            out.append((n, n))
-    return out
+def capped(lines: Sequence[str], limit: int) -> list[str]:
+    """The first lines, and how many more."""
+    return list(lines) if len(lines) <= limit else [*lines[:limit], f"… and {len(lines) - limit:,} more (--all shows them)"]
+
+
+def writable(text: str, stream: TextIO) -> str:
+    """The text, with what the stream's encoding lacks shown as escapes: a report must not end in an encoding error."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def some(names: Sequence[str], limit: int) -> str:
@@ -94,7 +100,7 @@ def scope(report: Report, ranks: Sequence[int], steps: Sequence[Range]) -> str:
     parts = []
     if ranks:
         listed = as_ranges(ranks)
-        is_all = set(ranks) == set(report.run.ranks) and len(ranks) > 1
+        is_all = len(set(ranks)) == report.run.world_size > 1  # where a rank has no data, these are not all
         word = "rank" if len(ranks) == 1 else "ranks"
         parts.append("all ranks" if is_all else f"{word} {ranges(listed)}")
     if steps:
@@ -137,6 +143,8 @@ def verdict(report: Report) -> str:
     if run.steps == 0:
         return "No backward pass was recorded: nothing can be said."
     seen = f"{num(run.steps, 'step')} on {num(len(run.ranks), 'rank')}"
+    if not totals.trainable:
+        return f"No parameter is trainable: none can receive a gradient ({seen})."
     if not totals.missed:
         told = f"All {num(totals.trainable, 'trainable parameter')} received a gradient in every step ({seen})."
         return told if not report.findings else f"{told} {num(len(report.findings), 'finding')} all the same."
@@ -202,7 +210,7 @@ def _label(p: ParameterCoverage, by: str, depth: int) -> str:
 
 def shapes(group: Group, limit: int) -> str:
     """The group's parameters with their shapes; where they come from several modules, how many there are."""
-    if len({p.module for p in group.parameters}) > 1:
+    if group.is_joined:
         return num(len(group.parameters), "parameter")
     members = [f"{p.name.rpartition('.')[2]} [{', '.join(map(str, p.shape))}]" for p in group.parameters]
     return some(members, limit)
@@ -222,9 +230,7 @@ def advice(report: Report) -> list[tuple[str, str]]:
     if given.find_unused_parameters == "not-applicable":
         return []
     says = {
-        "off": "off: what is missed is the same in every step, and better mended than hidden"
-        if report.totals.missed
-        else "off: it is not needed",
+        "off": "off: not needed, and would only hide what is missed",
         "on": "on: the set of parameters without a gradient varies",
         "cannot-help": "cannot help: what is wrong here goes wrong with it, too",
         "safe": "safe: the set is the same in every step",

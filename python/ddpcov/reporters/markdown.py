@@ -14,6 +14,7 @@ __all__ = ["MarkdownReporter"]
 _NUM_GROUPS = 20
 _NUM_FINDINGS = 10
 _NUM_PLACES = 5
+_NUM_LINES = 4
 
 
 class MarkdownReporter:
@@ -23,6 +24,7 @@ class MarkdownReporter:
         self._options = options
         self._num_groups = _NUM_GROUPS if not options.show_all else 1 << 30
         self._num_findings = _NUM_FINDINGS if not options.show_all else 1 << 30
+        self._num_lines = _NUM_LINES if not options.show_all else 1 << 30
 
     def render(self, report: Report, stream: TextIO) -> None:
         """Writes the report."""
@@ -33,9 +35,10 @@ class MarkdownReporter:
         if advice:
             lines += ["", f"**Advice**, {layout.advice_scope(report)}:", "", *advice]
         lines += ["", _plain(layout.closing(report))]
-        notes = [*layout.ends(report), *(layout.visible(note, 300) for note in report.run.notes)]
+        notes = [layout.visible(note, 300) for note in report.run.notes]
+        notes = [*layout.capped(layout.ends(report), self._num_lines), *layout.capped(notes, self._num_lines)]
         lines += [f"\n> {_plain(note)}" for note in notes]
-        stream.write("\n".join(lines) + "\n")
+        stream.write(layout.writable("\n".join(lines) + "\n", stream))
 
     def _missed(self, report: Report) -> list[str]:
         groups = layout.group_missed(report, self._options, self._num_groups)
@@ -45,7 +48,8 @@ class MarkdownReporter:
         for group in groups[: self._num_groups]:
             what = f"{group.kind}: {layout.shapes(group, 4)}"
             where = layout.missed_where(report, group.parameters[0].missed)
-            lines.append(f"| {_code(group.label)} | {_plain(what)} | {layout.size(group.num_bytes)} | {_plain(where)} |")
+            label = _code(group.label).replace("|", r"\|")  # a table's cells end at a bar, in code too
+            lines.append(f"| {label} | {_plain(what)} | {layout.size(group.num_bytes)} | {_plain(where)} |")
         if len(groups) > self._num_groups:
             lines.append(f"| … and {len(groups) - self._num_groups:,} more groups | | | |")
         return lines
@@ -55,7 +59,7 @@ class MarkdownReporter:
         lines = ["", "**Findings**", ""] if groups else []
         for group in groups[: self._num_findings]:
             one = group[0]
-            message = _plain(" ".join(filter(None, (layout.visible(one.message, 400), one.fix))))
+            message = _plain(" ".join(filter(None, (layout.visible(one.message, 400), layout.visible(one.fix, 600)))))
             lines.append(f"- **{one.code} {one.slug}** ({one.severity}) {message}")
             limit = _NUM_PLACES if not self._options.show_all else len(group)
             lines += [f"  - {_place(report, finding)}" for finding in group[:limit]]
@@ -77,6 +81,7 @@ def _place(report: Report, finding: Finding) -> str:
 
 def _plain(text: str) -> str:
     """The text with everything escaped that Markdown or HTML would read as its own."""
+    text = text.replace("@", "@\u200b")  # no team is to be called by an exception's text
     return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", text)
 
 
@@ -84,4 +89,4 @@ def _code(text: str) -> str:
     """The text as code, in as many backticks as it takes."""
     fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     space = " " if "`" in text else ""
-    return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")
+    return f"{fence}{space}{text}{space}{fence}"

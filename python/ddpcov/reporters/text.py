@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["TextReporter"]
 
 _PIPE_WIDTH = 100
-_NUM_GROUPS = 10
+_NUM_GROUPS = 8
 _NUM_FINDINGS = 4
 _NUM_PLACES = 3
+_NUM_LINES = 4
+_NUM_NAMES = 3
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 
 
@@ -29,6 +31,7 @@ class TextReporter:
         self._options = options
         self._num_groups = _NUM_GROUPS if not options.show_all else 1 << 30
         self._num_findings = _NUM_FINDINGS if not options.show_all else 1 << 30
+        self._num_lines = _NUM_LINES if not options.show_all else 1 << 30
 
     def render(self, report: Report, stream: TextIO) -> None:
         """Writes the page; in colour, and as wide as the terminal, if the stream is one."""
@@ -38,11 +41,13 @@ class TextReporter:
         console = Console(file=stream, width=width, highlight=False, emoji=False, markup=False)
         with console.capture() as page:
             self._page(report, console)
-        stream.write(re.sub(r" +$", "", page.get(), flags=re.MULTILINE))
+        stream.write(layout.writable(re.sub(r" +$", "", page.get(), flags=re.MULTILINE), stream))
 
     def _page(self, report: Report, console: Console) -> None:
         console.print(layout.header(report), style="dim")
-        colour = "red" if report.totals.never else "yellow" if report.findings else "green"
+        is_grave = report.totals.never or any(f.severity == "error" for f in report.findings)
+        is_clean = report.run.steps and report.totals.trainable and not report.totals.missed and not report.findings
+        colour = "red" if is_grave else "green" if is_clean else "yellow"
         console.print(layout.verdict(report), style=f"bold {colour}")
         self._missed(report, console)
         self._findings(report, console)
@@ -52,7 +57,8 @@ class TextReporter:
             frozen = [layout.visible(p.name) for p in report.parameters if p.coverage == "frozen"]
             if frozen:
                 console.print("Frozen: " + ", ".join(frozen), style="dim")
-        for line in (*layout.ends(report), *(layout.visible(note, 300) for note in report.run.notes)):
+        notes = [layout.visible(note, 300) for note in report.run.notes]
+        for line in (*layout.capped(layout.ends(report), self._num_lines), *layout.capped(notes, self._num_lines)):
             console.print(f"Note: {line}", style="yellow")
 
     def _missed(self, report: Report, console: Console) -> None:
@@ -63,14 +69,16 @@ class TextReporter:
             return
         console.print("\nMissed", style="bold")
         table = Table.grid(padding=(0, 2))
+        table.add_column()  # indents a label's second line, too
         table.add_column(overflow="fold", max_width=44)
         table.add_column(overflow="fold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
         for group in groups[: self._num_groups]:
             table.add_row(
-                f"  {group.label}",
-                f"{group.kind}: {layout.shapes(group, 4)}" if not group.kind.endswith("s") else layout.shapes(group, 4),
+                "",
+                group.label,
+                layout.shapes(group, 4) if group.is_joined else f"{group.kind}: {layout.shapes(group, 4)}",
                 layout.size(group.num_bytes),
                 layout.missed_where(report, group.parameters[0].missed),
             )
@@ -103,17 +111,16 @@ class TextReporter:
         if len(group) > limit:
             lines.append(f"… and {len(group) - limit:,} more of these (--all shows them)")
         if one.fix:
-            lines.append(f"Fix: {one.fix}")
+            lines.append(f"Fix: {layout.visible(one.fix, 600)}")
         for line in lines:
             console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
 
     def _places(self, report: Report, finding: Finding) -> Iterable[str]:
         at = layout.scope(report, finding.ranks, finding.steps)
-        names = layout.some(finding.parameters, 6 if not self._options.show_all else len(finding.parameters))
+        names = layout.some(finding.parameters, _NUM_NAMES if not self._options.show_all else len(finding.parameters))
         if names or at:
             yield ": ".join(part for part in (at, names) if part)
-        for evidence in finding.evidence:
-            yield layout.visible(evidence, 400)
+        yield from layout.capped([layout.visible(line, 400) for line in finding.evidence], self._num_lines)
         if finding.where is not None:
             place = finding.where
             yield f"at {layout.visible(place.file)}:{place.line} in {layout.visible(place.function)}"
