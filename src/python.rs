@@ -350,11 +350,7 @@ fn core_module(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Merger>()?;
     m.add_class::<Capture>()?;
     m.add_class::<Analysis>()?;
-    for function in [
-        wrap_pyfunction!(peek, m)?,
-        wrap_pyfunction!(union, m)?,
-        wrap_pyfunction!(intersection, m)?,
-    ] {
+    for function in [wrap_pyfunction!(peek, m)?, wrap_pyfunction!(union, m)?, wrap_pyfunction!(intersection, m)?] {
         m.add_function(function)?;
     }
     Ok(())

@@ -146,6 +146,12 @@ impl Recorder {
     /// States what is true of the parameters from the next pass on.
     pub fn set_situation(&self, situation: Situation) -> Result<()> {
         let mut inner = self.inner();
+        let s = &situation;
+        let rows = [&s.registered, &s.trainable, &s.awaited, &s.wrapped, &s.ignored, &s.optimized];
+        if let Some(row) = rows.iter().find(|row| row.end() > inner.num_parameters) {
+            let what = format!("parameter {} of {}", row.end() - 1, inner.num_parameters);
+            return Err(Error::Invalid { what });
+        }
         let (id, is_new) = inner.situations.intern(&situation, 6 * 8 * situation.registered.words().len());
         inner.state.situation = Some(id);
         inner.trainable = situation.trainable.clone();
@@ -170,6 +176,11 @@ impl Recorder {
 
     /// The open pass ended; `flags` are those of [`crate::capture::flags`]. Needs a situation.
     pub fn close_pass(&self, flags: u32) -> Result<()> {
+        if flags & !flags::WRITTEN != 0 {
+            return Err(Error::Invalid {
+                what: format!("flags {flags} of a pass: expected some of {}", flags::WRITTEN),
+            });
+        }
         let mut inner = self.inner();
         let row_set = inner.state.row_set;
         let [reached, covered, again] = [0, 1, 2].map(|k| inner.row(row_set, k));

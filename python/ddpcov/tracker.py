@@ -47,7 +47,7 @@ def track(
     Args:
         model: any module: plain, DDP, compiled, nested in one another.
         out: where the first rank leaves the merged run; while it runs, rank r writes `out` + `.rank{r}`. Without it nothing
-            is written and `report()` has the result.
+            is written and `report()` has the result. Give the same on every rank: ranks find one another by it.
         optimizer: one or several. When given, parameters that none of them holds are found, and passes before the first
             optimizer step are one step. Steps are seen without it.
         process_group: the ranks that train this model together; by default DDP's own group, else all.
@@ -229,8 +229,8 @@ class Tracker:
         own = self._live.capture().analyse()
         outcome = self._ranks.agree(hashlib.sha256(repr(own.parameters).encode()).hexdigest())
         if outcome == "apart":
-            where = f": `python -m ddpcov report {self._out}` merges them" if self._out else ""
-            _say(f"rank {self._ranks.rank}: not every rank left the block cleanly; the shards stay{where}")
+            then = f"`python -m ddpcov report {self._out}` merges the shards" if self._out else "each reports on itself"
+            _say(f"rank {self._ranks.rank}: not every rank left the block cleanly; {then}")
             return
         history = self._live.history()
         sums = ranks.pack_counts(own)

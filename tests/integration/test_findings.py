@@ -351,9 +351,9 @@ def test_reached_twice_says_how(folder: Path) -> None:
         report = ddpcov.read(folder / f"{name}.bin")
         twice = [f for f in report.findings if f.code == "DDC306"]
         assert {f.parameters for f in twice} == {("a.weight",)}
-        return " ".join(e for f in twice for e in f.evidence)
+        return " ".join(text for f in twice for text in (f.message, *f.evidence))
 
-    ran_twice = "its gradient accumulator ran more than once"
+    ran_twice = "Accumulated more than once"
     assert ran_twice in evidence("accumulated_twice") and "ready only once" in evidence("accumulated_twice")
     assert ran_twice in evidence("accumulated_twice_unnoticed")
     assert "ready only once" in evidence("unused_and_reached")

@@ -264,7 +264,7 @@ def hang(rank: int) -> None:
 
 
 def test_hang(tmp_path: Path) -> None:
-    ranks = run_ranks(hang, folder=tmp_path, time_limit=2.5)
+    ranks = run_ranks(hang, folder=tmp_path, time_limit=4)
     assert [rank.code for rank in ranks] == [None, None]
     told = report(tmp_path)
     assert told["run"]["end"] == {"0": "killed", "1": "killed"}

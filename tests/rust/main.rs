@@ -3,6 +3,7 @@
 mod analysis;
 mod bitset;
 mod damage;
+mod forge;
 mod journal;
 mod killed;
 mod merge;

@@ -119,7 +119,8 @@ fn history(params: &Arc<Params>, raw: RawHistory) -> Lane {
     let (situations, patterns, shapes, steps, open) = raw;
     let mut lane = Lane { params: params.clone(), ..Lane::default() };
     for (rows, num_orphans, has_wrapper) in situations {
-        let [registered, trainable, awaited, wrapped, ignored, optimized] = [0, 1, 2, 3, 4, 5].map(|i| cooked(&rows[i], num));
+        let [registered, trainable, awaited, wrapped, ignored, optimized] =
+            [0, 1, 2, 3, 4, 5].map(|i| cooked(&rows[i], num));
         lane.situations.push(Situation {
             registered,
             trainable,
@@ -166,14 +167,17 @@ pub fn captures(max_count: u64) -> impl Strategy<Value = Capture> {
     let facts = vec((text(), text()).prop_map(|(topic, body)| Fact { topic, body }), 0..3);
     let end = prop_oneof![2 => Just("clean".to_owned()), 1 => text()];
     let lane = (any::<Index>(), raw_history(max_count), facts, end, any::<bool>());
-    (vec(tables(), 1..3), vec(lane, 1..5), any::<bool>(), any::<u64>()).prop_map(|(tables, raw, optimizer_given, nonce)| {
-        let of_raw = |(i, (table, raw, facts, end, is_shared))| {
-            let rank = i as u64;
-            let more = if is_shared { vec![(rank, rank), (rank + 8, rank + 8)] } else { vec![(rank, rank)] };
-            let ranks = more.into_iter().collect();
-            Lane { ranks, facts, end: Some(end), ..history(Index::get(&table, &tables), raw) }
-        };
-        let run = RunId { nonce, optimizer_given, ..run_id() };
-        Capture { run, lanes: raw.into_iter().enumerate().map(of_raw).collect() }
-    })
+    (vec(tables(), 1..3), vec(lane, 1..5), any::<bool>(), any::<u64>()).prop_map(
+        |(tables, raw, optimizer_given, nonce)| {
+            let of_raw =
+                |(i, (table, raw, facts, end, is_shared)): (usize, (Index, RawHistory, Vec<Fact>, String, bool))| {
+                    let rank = i as u64;
+                    let more = if is_shared { vec![(rank, rank), (rank + 8, rank + 8)] } else { vec![(rank, rank)] };
+                    let ranks = more.into_iter().collect();
+                    Lane { ranks, facts, end: Some(end), ..history(table.get(&tables), raw) }
+                };
+            let run = RunId { nonce, optimizer_given, ..run_id() };
+            Capture { run, lanes: raw.into_iter().enumerate().map(of_raw).collect() }
+        },
+    )
 }

@@ -44,9 +44,16 @@ class ReportCommand:
         try:
             with beside.open("w", encoding="utf-8") as stream:
                 reporter.render(report, stream)
-            beside.replace(args.output)
+            beside.replace(args.output)  # so that a reader never sees half a report
+        except OSError as error:
+            print(
+                f"ddpcov report: {args.output}: {error.strerror or error}; give --output a file that can be written",
+                file=sys.stderr,
+            )
+            return 2
         finally:
-            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                beside.unlink()
         return 0
 
 

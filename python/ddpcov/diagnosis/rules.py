@@ -149,16 +149,16 @@ def reached_twice(facts: Facts) -> Found:
     """DDC306: its accumulator ran twice in a pass that DDP averages, or DDP itself said so."""
     if facts.wrapper.kind != "ddp":
         return
-    message = "DDP counts it ready twice in one backward pass."
     for profile in facts.profiles:
         at = profile.of_kind("again")
         if at and not facts.wrapper.static_graph:  # which permits it
-            evidence = ("its gradient accumulator ran more than once in the pass",)
-            yield _finding(facts, "DDC306", "error", message, names=profile.names, at=at, evidence=evidence)
+            message = "Accumulated more than once in a backward pass: DDP takes the first time for the last."
+            yield _finding(facts, "DDC306", "error", message, names=profile.names, at=at)
     for lane, exception in facts.exceptions():
         named = exception.get("named")
         if "ready only once" in str(exception.get("message")) and isinstance(named, dict):
             last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
+            message = "DDP counts it ready twice in one backward pass."
             evidence = (f"DDP raised: {lane.end.removeprefix('exception: ')}",)
             names = tuple(sorted(map(str, named.values())))
             yield _finding(facts, "DDC306", "error", message, names=names, ranks=lane.ranks, steps=last, evidence=evidence)
