@@ -115,8 +115,9 @@ def missed_where(report: Report, missed: Mapping[int, Sequence[Range]]) -> str:
     of_steps: dict[tuple[Range, ...], list[int]] = {}
     for rank, steps in missed.items():
         of_steps.setdefault(tuple(steps), []).append(rank)
-    shown = "; ".join(scope(report, ranks, steps) for steps, ranks in list(of_steps.items())[:2])
-    return shown if len(of_steps) <= 2 else f"{shown}; other steps on {num(len(of_steps) - 2, 'more rank')}"
+    if len(of_steps) > 2:
+        return f"{num(len(missed), 'rank')}, steps differ"
+    return "; ".join(scope(report, ranks, steps) for steps, ranks in of_steps.items())
 
 
 def header(report: Report) -> str:
@@ -195,6 +196,8 @@ def _grouped(missed: Iterable[ParameterCoverage], by: str, depth: int) -> list[G
         classes = {p.module_class.rpartition(".")[2] for p in members}
         modules = {p.module for p in members}
         kind = classes.pop() if len(classes) == 1 and len(modules) == 1 else num(len(modules), "module")
+        if by == "module" and len(modules) == 1:
+            (label,) = modules  # nothing was joined
         groups.append(Group(visible(str(label)) or "(the model itself)", visible(kind), tuple(members)))
     return groups
 
