@@ -65,6 +65,7 @@ struct Recorder {
 impl Recorder {
     #[new]
     #[pyo3(signature = (path, *, started, nonce, ranks, rank, optimizer_given))]
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands over what it converted")]
     fn new(
         path: Option<PathBuf>,
         started: u64,

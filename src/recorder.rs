@@ -334,7 +334,9 @@ impl Inner {
     /// Writes the records and commits them together with the state.
     fn append_all(&mut self, records: &[Record]) -> Result<()> {
         let mut bytes = Vec::new();
-        records.iter().for_each(|record| encode(&mut bytes, record));
+        for record in records {
+            encode(&mut bytes, record);
+        }
         self.write(&bytes)?;
         self.commit();
         Ok(())

@@ -1,5 +1,5 @@
 //! Words of memory that several threads may write: mapped from a file, or on the heap where there is no file.
-#![allow(unsafe_code)] // The one place; see the safety arguments.
+#![allow(unsafe_code, clippy::cast_ptr_alignment)] // The one place; see the safety arguments.
 
 use std::fs::File;
 use std::ops::Deref;

@@ -243,7 +243,9 @@ impl LaneBuilder {
             Record::Passes(shape) => {
                 self.num_open_passes = shape.iter().fold(self.num_open_passes, |n, p| n.saturating_add(p.count));
                 let valid = is_valid(&shape, lane.patterns.len()) && self.num_open_passes <= MAX_COUNT;
-                shape.into_iter().for_each(|passes| push_passes(&mut lane.open, passes));
+                for passes in shape {
+                    push_passes(&mut lane.open, passes);
+                }
                 valid
             }
             Record::StepEnd => {

@@ -239,6 +239,22 @@ fn alike_parameters_form_one_profile() {
 }
 
 #[test]
+fn more_passes_than_can_be_counted() {
+    let passes = |flags| vec![_core::capture::Passes { pattern: 0, flags, count: 1 << 53 }];
+    let lane = Lane {
+        ranks: ranks(0, 0),
+        situations: vec![plain_situation(0)],
+        patterns: vec![Pattern::default()],
+        shapes: vec![passes(0), passes(flags::NO_SYNC)],
+        steps: vec![(0, 1 << 52), (1, 1 << 52)],
+        ..Lane::default()
+    };
+    let analysis = analyse(&Capture { run: run_id(), lanes: vec![lane] });
+    assert_eq!(analysis.lanes[0].num_passes, u64::MAX);
+    assert_eq!(analysis.lanes[0].num_steps, 1 << 53);
+}
+
+#[test]
 fn kinds_are_numbered_as_listed() {
     for (i, kind) in Kind::ALL.into_iter().enumerate() {
         assert_eq!(kind as usize, i);

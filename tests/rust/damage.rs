@@ -166,6 +166,27 @@ fn records_must_stand_where_they_make_sense() {
     assert!(text.contains("the end of the last lane"), "{text}");
 }
 
+/// Numbers that are each within bounds must not add up to more than can be counted.
+#[test]
+fn counts_do_not_overflow() {
+    let most = |flags: u32| {
+        record(8, &[&[1, 0, 0, 0, 0, 0, 0, 0][..], &flags.to_le_bytes(), &(1_u64 << 53).to_le_bytes()].concat())
+    };
+    assert!(read_capture(&forged(&[lane_record(0), history(), most(0)])).is_ok());
+    let text = message(read_capture(&forged(&[lane_record(0), history(), most(0), most(1)])));
+    assert!(text.contains("a record that refers to nothing, or cannot stand here"), "{text}");
+
+    let mut bytes = small_shard();
+    let frames = frames(&bytes);
+    let words = frames.iter().find(|f| f.tag == LIVE_STATE).unwrap().words(&bytes).start;
+    let slot = words + 8 * (8 + 72 * usize::from(bytes[words] % 2));
+    bytes[words + 8..words + 16].fill(0xFF); // the pass that is open
+    bytes[slot + 16..slot + 24].fill(0xFF); // passes closed so far
+    reseal(&mut bytes, &frames);
+    let (_, lane) = read_shard(&bytes).unwrap();
+    assert!(lane.open.iter().all(|p| p.flags & flags::OPEN == 0));
+}
+
 #[test]
 fn shards_must_have_their_parts() {
     let whole = small_shard();

@@ -40,7 +40,7 @@ impl Frame {
     }
 
     /// The words of a live record, which no checksum covers.
-    fn words(&self, bytes: &[u8]) -> Range<usize> {
+    pub fn words(&self, bytes: &[u8]) -> Range<usize> {
         let payload = self.payload();
         payload.start + 12 + u32_at(bytes, payload.start + 8) as usize..payload.end
     }
@@ -157,7 +157,7 @@ pub fn message<T>(result: Result<T, Error>) -> String {
 
 /// What is committed, and the parts of it that a checksum or a rule covers.
 pub fn committed(bytes: &[u8]) -> (usize, Vec<Range<usize>>) {
-    let mut still = vec![0..HEADER];
+    let mut still: Vec<Range<usize>> = std::iter::once(0..HEADER).collect();
     for frame in frames(bytes) {
         if frame.is_live() {
             let words = frame.words(bytes);

@@ -322,13 +322,13 @@ fn steps_that_do_not_change_cost_nothing() {
 }
 
 #[test]
-fn a_million_steps() {
+fn very_many_steps_are_one_count() {
     let (recorder, slots) = recorder(1);
-    for _ in 0..1_000_000 {
+    for _ in 0..200_000 {
         pass(&recorder, &slots, &[0]);
         recorder.close_step().unwrap();
     }
-    assert_eq!(lane(&recorder).steps, [(0, 1_000_000)]);
+    assert_eq!(lane(&recorder).steps, [(0, 200_000)]);
 }
 
 #[test]
@@ -352,12 +352,9 @@ fn a_step_that_differs_from_the_last_costs_one_record() {
 #[test]
 fn forgotten_patterns_are_recorded_again() {
     const NUM: u32 = 400_000; // 150 kB a pattern, so that about 450 are remembered
-    let (recorder, _) = {
-        let recorder = Recorder::new(None, &run_id(), 0).unwrap();
-        recorder.define(0, vec![parameters(0..1).remove(0); NUM as usize]).unwrap();
-        recorder.set_situation(plain_situation(NUM)).unwrap();
-        (recorder, ())
-    };
+    let recorder = Recorder::new(None, &run_id(), 0).unwrap();
+    recorder.define(0, vec![parameters(0..1).remove(0); NUM as usize]).unwrap();
+    recorder.set_situation(plain_situation(NUM)).unwrap();
     let last = recorder.slot(NUM - 1).unwrap();
     let pass = |id: u32| {
         recorder.begin_pass();

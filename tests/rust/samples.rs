@@ -114,6 +114,14 @@ fn raw_history(max_count: u64) -> impl Strategy<Value = RawHistory> {
     )
 }
 
+fn joined(raw: RawPasses, num_patterns: usize) -> Shape {
+    let mut shape = Shape::new();
+    for (pattern, flags, count) in raw {
+        push_passes(&mut shape, Passes { pattern: pattern.index(num_patterns) as u32, flags, count });
+    }
+    shape
+}
+
 fn history(params: &Arc<Params>, raw: RawHistory) -> Lane {
     let num = params.len();
     let (situations, patterns, shapes, steps, open) = raw;
@@ -138,15 +146,8 @@ fn history(params: &Arc<Params>, raw: RawHistory) -> Lane {
         lane.patterns.push(Pattern { situation, reached, covered, again });
     }
     let num_patterns = lane.patterns.len();
-    let joined = |raw: RawPasses| {
-        let mut shape = Shape::new();
-        for (pattern, flags, count) in raw {
-            push_passes(&mut shape, Passes { pattern: pattern.index(num_patterns) as u32, flags, count });
-        }
-        shape
-    };
-    lane.open = joined(open);
-    lane.shapes = shapes.into_iter().map(joined).collect();
+    lane.open = joined(open, num_patterns);
+    lane.shapes = shapes.into_iter().map(|raw| joined(raw, num_patterns)).collect();
     for (shape, count) in steps {
         let shape = shape.index(lane.shapes.len()) as u32;
         match lane.steps.last_mut() {
