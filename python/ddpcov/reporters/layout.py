@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
@@ -22,6 +23,10 @@ class Options:
     show_all: bool = False
     by: str = "module"
     depth: int | None = None
+
+    def limit(self, count: int) -> int:
+        """How many of something to show: `count`, unless everything was asked for."""
+        return sys.maxsize if self.show_all else count
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,6 @@ class MarkdownReporter:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._num_groups = _NUM_GROUPS if not options.show_all else 1 << 30
-        self._num_findings = _NUM_FINDINGS if not options.show_all else 1 << 30
-        self._num_lines = _NUM_LINES if not options.show_all else 1 << 30
 
     def render(self, report: Report, stream: TextIO) -> None:
         """Writes the report."""
@@ -36,36 +33,39 @@ class MarkdownReporter:
             lines += ["", f"**Advice**, {layout.advice_scope(report)}:", "", *advice]
         lines += ["", _plain(layout.closing(report))]
         notes = [layout.visible(note, 300) for note in report.run.notes]
-        notes = [*layout.capped(layout.ends(report), self._num_lines), *layout.capped(notes, self._num_lines)]
+        notes = [
+            *layout.capped(layout.ends(report), self._options.limit(_NUM_LINES)),
+            *layout.capped(notes, self._options.limit(_NUM_LINES)),
+        ]
         lines += [f"\n> {_plain(note)}" for note in notes]
         stream.write(layout.writable("\n".join(lines) + "\n", stream))
 
     def _missed(self, report: Report) -> list[str]:
-        groups = layout.group_missed(report, self._options, self._num_groups)
+        groups = layout.group_missed(report, self._options, self._options.limit(_NUM_GROUPS))
         if not groups:
             return []
         lines = ["", f"| {self._options.by.capitalize()} | Missed parameters | Size | Where |", "| --- | --- | ---: | --- |"]
-        for group in groups[: self._num_groups]:
+        for group in groups[: self._options.limit(_NUM_GROUPS)]:
             what = f"{group.kind}: {layout.shapes(group, 4)}"
             where = layout.missed_where(report, group.parameters[0].missed)
             label = _code(group.label).replace("|", r"\|")  # a table's cells end at a bar, in code too
             lines.append(f"| {label} | {_plain(what)} | {layout.size(group.num_bytes)} | {_plain(where)} |")
-        if len(groups) > self._num_groups:
-            lines.append(f"| … and {len(groups) - self._num_groups:,} more groups | | | |")
+        if len(groups) > self._options.limit(_NUM_GROUPS):
+            lines.append(f"| … and {len(groups) - self._options.limit(_NUM_GROUPS):,} more groups | | | |")
         return lines
 
     def _findings(self, report: Report) -> list[str]:
         groups = layout.alike(report.findings)
         lines = ["", "**Findings**", ""] if groups else []
-        for group in groups[: self._num_findings]:
+        for group in groups[: self._options.limit(_NUM_FINDINGS)]:
             one = group[0]
             message = _plain(" ".join(filter(None, (layout.visible(one.message, 400), layout.visible(one.fix, 600)))))
             lines.append(f"- **{one.code} {one.slug}** ({one.severity}) {message}")
-            limit = _NUM_PLACES if not self._options.show_all else len(group)
+            limit = self._options.limit(_NUM_PLACES)
             lines += [f"  - {_place(report, finding)}" for finding in group[:limit]]
             if len(group) > limit:
                 lines.append(f"  - … and {len(group) - limit:,} more of these")
-        if len(groups) > self._num_findings:
+        if len(groups) > self._options.limit(_NUM_FINDINGS):
             lines.append("- … and more")
         return lines
 

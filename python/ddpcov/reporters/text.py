@@ -29,9 +29,6 @@ class TextReporter:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._num_groups = _NUM_GROUPS if not options.show_all else 1 << 30
-        self._num_findings = _NUM_FINDINGS if not options.show_all else 1 << 30
-        self._num_lines = _NUM_LINES if not options.show_all else 1 << 30
 
     def render(self, report: Report, stream: TextIO) -> None:
         """Writes the page; in colour, and as wide as the terminal, if the stream is one."""
@@ -58,13 +55,16 @@ class TextReporter:
             if frozen:
                 console.print("Frozen: " + ", ".join(frozen), style="dim")
         notes = [layout.visible(note, 300) for note in report.run.notes]
-        for line in (*layout.capped(layout.ends(report), self._num_lines), *layout.capped(notes, self._num_lines)):
+        for line in (
+            *layout.capped(layout.ends(report), self._options.limit(_NUM_LINES)),
+            *layout.capped(notes, self._options.limit(_NUM_LINES)),
+        ):
             console.print(f"Note: {line}", style="yellow")
 
     def _missed(self, report: Report, console: Console) -> None:
         from rich.table import Table
 
-        groups = layout.group_missed(report, self._options, self._num_groups)
+        groups = layout.group_missed(report, self._options, self._options.limit(_NUM_GROUPS))
         if not groups:
             return
         console.print("\nMissed", style="bold")
@@ -74,7 +74,7 @@ class TextReporter:
         table.add_column(overflow="fold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
-        for group in groups[: self._num_groups]:
+        for group in groups[: self._options.limit(_NUM_GROUPS)]:
             table.add_row(
                 "",
                 group.label,
@@ -83,18 +83,20 @@ class TextReporter:
                 layout.missed_where(report, group.parameters[0].missed),
             )
         console.print(table)
-        if len(groups) > self._num_groups:
-            console.print(f"  … and {len(groups) - self._num_groups:,} more groups (--all shows them)", style="dim")
+        if len(groups) > self._options.limit(_NUM_GROUPS):
+            console.print(
+                f"  … and {len(groups) - self._options.limit(_NUM_GROUPS):,} more groups (--all shows them)", style="dim"
+            )
 
     def _findings(self, report: Report, console: Console) -> None:
         groups = layout.alike(report.findings)
         if not groups:
             return
         console.print("\nFindings", style="bold")
-        for group in groups[: self._num_findings]:
+        for group in groups[: self._options.limit(_NUM_FINDINGS)]:
             self._finding(report, group, console)
-        if len(groups) > self._num_findings:
-            codes = sorted({f.code for group in groups[self._num_findings :] for f in group})
+        if len(groups) > self._options.limit(_NUM_FINDINGS):
+            codes = sorted({f.code for group in groups[self._options.limit(_NUM_FINDINGS) :] for f in group})
             console.print(f"  … and more ({', '.join(codes)}; --all shows them)", style="dim")
 
     def _finding(self, report: Report, group: list[Finding], console: Console) -> None:
@@ -105,7 +107,7 @@ class TextReporter:
         style = _STYLES.get(one.severity, "bold")
         console.print(Text.assemble("  ", (f"{one.code} {one.slug}", style), f" ({one.severity})"))
         lines = [layout.visible(one.message, 400)]
-        limit = _NUM_PLACES if not self._options.show_all else len(group)
+        limit = self._options.limit(_NUM_PLACES)
         for finding in group[:limit]:
             lines += self._places(report, finding)
         if len(group) > limit:
@@ -117,10 +119,10 @@ class TextReporter:
 
     def _places(self, report: Report, finding: Finding) -> Iterable[str]:
         at = layout.scope(report, finding.ranks, finding.steps)
-        names = layout.some(finding.parameters, _NUM_NAMES if not self._options.show_all else len(finding.parameters))
+        names = layout.some(finding.parameters, self._options.limit(_NUM_NAMES))
         if names or at:
             yield ": ".join(part for part in (at, names) if part)
-        yield from layout.capped([layout.visible(line, 400) for line in finding.evidence], self._num_lines)
+        yield from layout.capped([layout.visible(line, 400) for line in finding.evidence], self._options.limit(_NUM_LINES))
         if finding.where is not None:
             place = finding.where
             yield f"at {layout.visible(place.file)}:{place.line} in {layout.visible(place.function)}"
