@@ -15,6 +15,7 @@
 //! | [`params`] | names, shapes and types of parameters |
 //! | [`capture`] | the model of a run: lanes, patterns, step shapes |
 //! | [`journal`] | THE FILE FORMAT: specification, reading, writing |
+//! | `known` | recognises what was met before, in bounded memory |
 //! | [`recorder`] | the live store that hooks write into |
 //! | [`merge`] | shards or lanes into one capture |
 //! | [`analysis`] | set algebra over ranks and steps |
@@ -31,6 +32,7 @@ pub mod bitset;
 pub mod capture;
 pub mod error;
 pub mod journal;
+mod known;
 pub mod merge;
 pub mod params;
 pub mod ranges;

@@ -1,7 +1,6 @@
 //! The live store: hooks set bits in the open pass, closing a pass turns its bits into a pattern, and equal steps into a
 //! count. Memory holds the patterns met so far, up to a limit; everything else is in the journal.
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,11 +10,8 @@ use crate::capture::{Fact, Lane, Passes, Pattern, RunId, Shape, Situation, flags
 use crate::error::{Error, Result};
 use crate::journal::live::{self, MAX_ENTRIES, State};
 use crate::journal::{Record, Sink, Words, begin_shard, encode, live_rows, read_shard};
+use crate::known::Known;
 use crate::params::Parameter;
-
-/// Patterns and shapes kept for recognition, in bytes. When a run has more (random routing among many experts), they are
-/// forgotten and met anew: the journal grows, memory does not.
-const MAX_KNOWN_BYTES: usize = 64 << 20;
 
 /// Parameters that a model may have; 200 MB of rows.
 const MAX_PARAMETERS: u32 = 1 << 24;
@@ -265,36 +261,6 @@ impl Recorder {
     pub fn lane(&self) -> Result<(RunId, Lane)> {
         let bytes = self.inner().snapshot()?;
         read_shard(&bytes)
-    }
-}
-
-/// Things recognised when they are met again; ids count up whether or not they are still known.
-struct Known<T> {
-    ids: HashMap<T, u32>,
-    next: u32,
-    bytes: usize,
-}
-
-impl<T> Default for Known<T> {
-    fn default() -> Self {
-        Self { ids: HashMap::new(), next: 0, bytes: 0 }
-    }
-}
-
-impl<T: Clone + Eq + std::hash::Hash> Known<T> {
-    /// The thing's id, and whether it is new; `bytes` is roughly its size.
-    fn intern(&mut self, thing: &T, bytes: usize) -> (u32, bool) {
-        if let Some(&id) = self.ids.get(thing) {
-            return (id, false);
-        }
-        self.bytes += bytes + 64;
-        if self.bytes > MAX_KNOWN_BYTES {
-            self.ids.clear();
-            self.bytes = bytes;
-        }
-        self.ids.insert(thing.clone(), self.next);
-        self.next += 1;
-        (self.next - 1, true)
     }
 }
 

@@ -89,7 +89,8 @@ class Recorder:
         num_orphans: int,
         has_wrapper: bool,
     ) -> None:
-        """What is true of the parameters (ids) from the next pass on; see `Situation` in the core for each."""
+        """What is true of the parameters (ids) from the next pass on; see `Situation` in the core for each. Raises Error for
+        an id that is not defined."""
 
     def begin_pass(self) -> None:
         """Marks the pass open, for whoever reads the shard if this process ends inside it."""
@@ -98,7 +99,8 @@ class Recorder:
         """The pass that began is none of this model's."""
 
     def close_pass(self, flags: int) -> None:
-        """Takes what the slots saw since the last pass as one pass. Raises Error before the first situation."""
+        """Takes what the slots saw since the last pass as one pass. Raises Error before the first situation, and for
+        unknown flags."""
 
     def is_touched(self) -> bool:
         """Whether any accumulator ran since the last pass was closed."""

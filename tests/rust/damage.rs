@@ -6,6 +6,7 @@ use std::path::Path;
 use _core::analysis::analyse;
 use _core::capture::{Capture, flags};
 use _core::error::Error;
+use _core::journal::live::STATE_WORDS;
 use _core::journal::{encode_capture, peek, read_capture, read_history, read_shard};
 use _core::merge::Merger;
 use _core::recorder::Recorder;
@@ -13,7 +14,7 @@ use proptest::prelude::*;
 
 use crate::forge::{
     HEADER, LIVE_ROWS, LIVE_STATE, Mutations, committed, forged, frames, header, history, lane_record, message,
-    mutated, record, reseal, small_capture, small_shard,
+    mutated, record, reseal, small_capture, small_shard, valid_slot,
 };
 use crate::samples::{parameters, ranks, run_id};
 
@@ -178,9 +179,9 @@ fn counts_do_not_overflow() {
 
     let mut bytes = small_shard();
     let frames = frames(&bytes);
-    let words = frames.iter().find(|f| f.tag == LIVE_STATE).unwrap().words(&bytes).start;
-    let slot = words + 8 * (8 + 72 * usize::from(bytes[words] % 2));
-    bytes[words + 8..words + 16].fill(0xFF); // the pass that is open
+    let slot = valid_slot(&bytes, &frames);
+    let pass_word = frames[2].payload().end - 8 * (STATE_WORDS - 1);
+    bytes[pass_word..pass_word + 8].fill(0xFF);
     bytes[slot + 16..slot + 24].fill(0xFF); // passes closed so far
     reseal(&mut bytes, &frames);
     let (_, lane) = read_shard(&bytes).unwrap();
@@ -225,6 +226,19 @@ fn a_cut_or_a_flipped_bit_in_what_a_shard_committed_is_noticed() {
         assert!(read_shard(&bytes[..len]).is_err(), "cut to {len} of {} bytes, and accepted", bytes.len());
     }
     for bit in still.into_iter().flat_map(|range| range.start * 8..range.end * 8) {
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        assert!(read_shard(&bytes).is_err(), "bit {bit} of byte {} flipped, and accepted", bit / 8);
+        bytes[bit / 8] ^= 1 << (bit % 8);
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_the_live_state_is_noticed() {
+    let mut bytes = small_shard();
+    let slot = valid_slot(&bytes, &frames(&bytes));
+    let num_entries = usize::from(bytes[slot + 48]);
+    assert!(num_entries > 1);
+    for bit in 8 * slot..8 * (slot + 64 + 16 * num_entries) {
         bytes[bit / 8] ^= 1 << (bit % 8);
         assert!(read_shard(&bytes).is_err(), "bit {bit} of byte {} flipped, and accepted", bit / 8);
         bytes[bit / 8] ^= 1 << (bit % 8);
