@@ -182,14 +182,26 @@ def test_copies_of_a_tracked_model(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# Forks.
+# Forks, in a process of their own: where autograd once ran on several threads, it refuses to run in a forked child.
 
 
-def test_fork(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fork", "forked_data_loader"])
+def test_forks(name: str, tmp_path: Path) -> None:
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    program = f"import test_lifecycle; test_lifecycle.{name}()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["run.bin"]
+
+
+def fork() -> None:
     model = Net("a", "b", "c")
-    with ddpcov.track(model, out=tmp_path / "run.bin") as cov:
+    with ddpcov.track(model, out="run.bin") as cov:
         train(model, ["a"])
-        shard = tmp_path / "run.bin.rank0"
+        shard = Path("run.bin.rank0")
         before = shard.read_bytes()
         child = os.fork()
         if child == 0:
@@ -206,8 +218,7 @@ def test_fork(tmp_path: Path) -> None:
         assert shard.read_bytes() == before
         train(model, ["a", "b"])
     assert missed(cov.report()) == {"b.weight": [(0, 0)], "c.weight": [(0, 1)]}
-    assert ddpcov.read(tmp_path / "run.bin") == cov.report()
-    assert [file.name for file in tmp_path.iterdir()] == ["run.bin"]
+    assert ddpcov.read("run.bin") == cov.report()
 
 
 class Trains(Dataset[torch.Tensor]):
@@ -225,10 +236,10 @@ class Trains(Dataset[torch.Tensor]):
         return self.model.b.weight.grad[0]
 
 
-def test_forked_data_loader(tmp_path: Path) -> None:
+def forked_data_loader() -> None:
     model = Net("a", "b")
     optimizer = sgd(model)
-    with ddpcov.track(model, out=tmp_path / "run.bin") as cov:
+    with ddpcov.track(model, out="run.bin") as cov:
         for x in DataLoader(Trains(model), num_workers=1, multiprocessing_context="fork"):
             model(x, "a").sum().backward()
             optimizer.step()
