@@ -1,6 +1,8 @@
 //! The boundary: the only file that names pyo3. It converts, releases the interpreter around what takes long, and maps the
 //! core's errors, once. `python/ddpcov/_core.pyi` is its manual.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::PathBuf;
 
 use pyo3::exceptions::{PyException, PyOSError};
@@ -319,10 +321,17 @@ impl Analysis {
     }
 }
 
+/// More than the header and the RUN record of any job take.
+const PEEK_BYTES: u64 = 1 << 20;
+
 /// Which run a file belongs to: kind, nonce, start in ns.
 #[pyfunction]
 fn peek(py: Python<'_>, path: PathBuf) -> PyResult<(&'static str, u64, u64)> {
-    let peek = py.detach(|| journal::peek(&std::fs::read(path)?))?;
+    let peek = py.detach(|| {
+        let mut bytes = Vec::new();
+        File::open(path)?.take(PEEK_BYTES).read_to_end(&mut bytes)?;
+        journal::peek(&bytes)
+    })?;
     Ok((peek.kind.name(), peek.run.nonce, peek.run.started))
 }
 
