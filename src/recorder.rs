@@ -35,6 +35,15 @@ struct Block {
     words: Words,
 }
 
+impl Block {
+    /// Its words of row `kind` (0 reached, 1 covered, 2 again) of a row set.
+    fn row(&self, row_set: u32, kind: usize) -> impl Iterator<Item = u64> + '_ {
+        let begin = live::row_index(row_set, self.num_words, 0) + kind;
+        let words = self.words[begin..].iter().step_by(3).take(self.num_words);
+        words.map(|word| u64::from_le(word.load(Ordering::Relaxed)))
+    }
+}
+
 /// One parameter's entry to the recorder, called from autograd.
 pub struct Slot {
     shared: Arc<Shared>,
@@ -200,7 +209,7 @@ impl Recorder {
     /// Whether any accumulator ran since the last pass was closed.
     pub fn is_touched(&self) -> bool {
         let inner = self.inner();
-        !inner.row(inner.state.row_set, 0).is_empty()
+        inner.blocks.iter().any(|block| block.row(inner.state.row_set, 0).any(|word| word != 0))
     }
 
     /// Whether a pass was closed since the last step was closed.
@@ -342,14 +351,9 @@ impl Inner {
         Ok(())
     }
 
-    /// Row `kind` (0 reached, 1 covered, 2 again) of a row set.
+    /// Row `kind` of a row set; see [`Block::row`].
     fn row(&self, row_set: u32, kind: usize) -> Row {
-        let of_block = |b: &Arc<Block>| {
-            let begin = live::row_index(row_set, b.num_words, 0) + kind;
-            let words = b.words[begin..].iter().step_by(3).take(b.num_words);
-            words.map(|w| u64::from_le(w.load(Ordering::Relaxed))).collect::<Vec<_>>()
-        };
-        Row::from_words(self.blocks.iter().flat_map(of_block).collect())
+        Row::from_words(self.blocks.iter().flat_map(|block| block.row(row_set, kind)).collect())
     }
 
     /// Adds a pass to the open step; the caller commits.

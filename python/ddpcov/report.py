@@ -22,6 +22,7 @@ __all__ = [
     "Totals",
     "Wrapper",
     "as_ranges",
+    "some",
 ]
 
 FORMAT_VERSION = 1
@@ -40,6 +41,11 @@ def as_ranges(numbers: Iterable[int]) -> list[Range]:
         else:
             out.append((n, n))
     return out
+
+
+def some(names: Sequence[str], limit: int) -> str:
+    """The first names, and how many more."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,11 +128,11 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
     """Autograd's engine, telling the listeners of each run."""
 
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not _listeners:
+            return super().run_backward(tensors, *args, **kwargs)
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         is_backward = bool(args[5] if len(args) > 5 else kwargs.get("accumulate_grad", True))
         run = EngineRun(tensors, inputs or (), is_backward)
-        if not _listeners:
-            return super().run_backward(tensors, *args, **kwargs)
         if is_inside_engine():
             # A reentrant checkpoint, or a hook that calls backward. It belongs to the pass outside.
             for outer in _runs:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ddpcov import _core, ranks, reading, steps
 from ddpcov.hooks import Hooks
 from ddpcov.passes import Passes
-from ddpcov.report import Report, as_ranges
+from ddpcov.report import Report, as_ranges, some
 
 __all__ = ["Tracker", "track"]
 
@@ -290,11 +290,10 @@ class Tracker:
         if not blamed:
             return
         names = [p.name for p in report.parameters if p.name in blamed]
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         more = f" `python -m ddpcov report {self._out}` shows the rest." if self._out else ""
         note = (
             f"ddpcov: on rank {self._ranks.rank}, {len(names)} of {report.totals.trainable} trainable parameters missed"
-            f" a gradient: {shown}.{more}"
+            f" a gradient: {some(names, 10)}.{more}"
         )
         error.__notes__ = [*getattr(error, "__notes__", []), note]  # PEP 678, on 3.10 too
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpcov.diagnosis.facts import Facts, count
-from ddpcov.report import Advice
+from ddpcov.report import Advice, some
 
 __all__ = ["advise"]
 
@@ -24,7 +24,7 @@ def advise(facts: Facts) -> Advice:
 def _flag(facts: Facts) -> str:
     if facts.wrapper.kind != "ddp":
         return "not-applicable"
-    is_twice = any("ready only once" in str(exception.get("message")) for _, exception in facts.exceptions()) or (
+    is_twice = any(facts.said_ready_twice()) or (
         not facts.wrapper.static_graph and any(p.of_kind("again") for p in facts.profiles)
     )
     if is_twice or any(lane.idle for lane in facts.lanes):
@@ -55,10 +55,9 @@ def _actions(facts: Facts, flag: str) -> list[str]:
         name for p in facts.profiles if p.of_kind("awaited_in_vain") and not p.of_kind("covered") for name in p.names
     )
     if constant:
-        named = ", ".join(constant[:4]) + (f" and {len(constant) - 4} more" if len(constant) > 4 else "")
         actions.append(
-            f"{named} never got a gradient: use in the loss what was meant to be used; otherwise delete it, or freeze it"
-            " (requires_grad_(False)) before the model is wrapped."
+            f"{some(constant, 4)} never got a gradient: use in the loss what was meant to be used; otherwise delete it,"
+            " or freeze it (requires_grad_(False)) before the model is wrapped."
         )
     if any(p.of_kind("thawed") or p.of_kind("replaced") for p in facts.profiles):
         actions.append("Wrap the model again after thawing or replacing parameters.")

@@ -102,9 +102,14 @@ class Facts:
         """Whether DDP stops, or hangs, when a parameter that it waits for gets no gradient."""
         return self.wrapper.kind == "ddp" and not (self.wrapper.find_unused_parameters or self.wrapper.static_graph)
 
-    def exceptions(self) -> Iterator[tuple[Lane, dict[str, Any]]]:
-        """Lanes that ended with an exception, and what is known of it."""
-        return ((lane, lane.facts["exception"]) for lane in self.lanes if "exception" in lane.facts)
+    def is_fatal(self, profile: Profile) -> bool:
+        """Whether what these parameters lacked stops DDP, or hangs it."""
+        return self.is_strict and bool(profile.of_kind("awaited_in_vain"))
+
+    def said_ready_twice(self) -> Iterator[tuple[Lane, dict[str, Any]]]:
+        """Lanes that DDP itself ended because a parameter was ready twice, and what is known of the exception."""
+        exceptions = ((lane, lane.facts["exception"]) for lane in self.lanes if "exception" in lane.facts)
+        return ((lane, known) for lane, known in exceptions if "ready only once" in str(known.get("message")))
 
 
 def collect(capture: _core.Capture) -> Facts:

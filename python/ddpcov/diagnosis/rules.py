@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from ddpcov import _core
 from ddpcov.diagnosis.codes import SLUGS
 from ddpcov.diagnosis.facts import Facts, Profile, count, union
-from ddpcov.report import Finding, Range, as_ranges
+from ddpcov.report import Finding, Range, as_ranges, some
 
 __all__ = ["find"]
 
@@ -78,7 +78,7 @@ def missed(facts: Facts) -> Found:
         if not at:
             continue
         is_never = not profile.of_kind("covered")
-        is_fatal = facts.is_strict and bool(profile.of_kind("awaited_in_vain"))
+        is_fatal = facts.is_fatal(profile)
         if is_never:
             severity = "error" if is_fatal else "warning"
             message = "No gradient arrived in any step; cause not established."
@@ -95,7 +95,7 @@ def some_steps_or_ranks(facts: Facts) -> Found:
         at, covered = _missed_for_good(facts, profile), profile.of_kind("covered")
         if not at or not covered:
             continue
-        is_fatal = facts.is_strict and bool(profile.of_kind("awaited_in_vain"))
+        is_fatal = facts.is_fatal(profile)
         elsewhere = union(covered.values())
         split = {lane: _core.intersection(steps, elsewhere) for lane, steps in at.items()}
         split = {lane: steps for lane, steps in split.items() if steps}
@@ -115,7 +115,7 @@ def some_passes(facts: Facts) -> Found:
     for profile in facts.profiles:
         at = profile.of_kind("missed_in_pass")
         if at:
-            is_fatal = facts.is_strict and bool(profile.of_kind("awaited_in_vain"))
+            is_fatal = facts.is_fatal(profile)
             message = "Missed in at least one backward pass of a step, and covered in another of the same step."
             yield _finding(facts, "DDC203", "error" if is_fatal else "info", message, names=profile.names, at=at)
 
@@ -154,9 +154,9 @@ def reached_twice(facts: Facts) -> Found:
         if at and not facts.wrapper.static_graph:  # which permits it
             message = "Accumulated more than once in a backward pass: DDP takes the first time for the last."
             yield _finding(facts, "DDC306", "error", message, names=profile.names, at=at)
-    for lane, exception in facts.exceptions():
+    for lane, exception in facts.said_ready_twice():
         named = exception.get("named")
-        if "ready only once" in str(exception.get("message")) and isinstance(named, dict):
+        if isinstance(named, dict):
             last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
             message = "DDP counts it ready twice in one backward pass."
             evidence = (f"DDP raised: {lane.end.removeprefix('exception: ')}",)
@@ -174,7 +174,7 @@ def needless_flag(facts: Facts) -> Found:
         and facts.num_vain_sets == 1  # one set: the empty one, by the next line
         and not any(p.of_kind("awaited_in_vain") or p.of_kind("again") for p in facts.profiles)
         and not any(lane.num_orphans or lane.broken_off for lane in lanes)
-        and not any("ready only once" in str(e.get("message")) for _, e in facts.exceptions())
+        and not any(facts.said_ready_twice())
     )
     finished = min((count(lane.finished) for lane in lanes), default=0)
     if is_needless and finished >= 2:  # one step is no habit
@@ -210,7 +210,7 @@ def incomplete(facts: Facts) -> Found:
                 f" {len(covered) + len(lacking)} trainable parameters had their gradient by then."
             )
             names = tuple(sorted(facts.parameters[i].name for i in lacking))
-            evidence = (f"lacking by then: {_some(names)}",) if names else ("all gradients had arrived",)
+            evidence = (f"lacking by then: {some(names, 5)}",) if names else ("all gradients had arrived",)
             yield _finding(
                 facts, "DDC501", "error", message, names=names, ranks=lane.ranks, steps=[(step, step)], evidence=evidence
             )
@@ -250,10 +250,6 @@ def _ranks(number: int) -> str:
 
 def _join(ranks: tuple[int, ...]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in as_ranges(ranks))
-
-
-def _some(names: tuple[str, ...], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 _RULES: tuple[Callable[[Facts], Found], ...] = (
