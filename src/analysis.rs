@@ -30,6 +30,13 @@ pub enum Kind {
     Again,
     /// The wrapper waits for it in a pass that it averages, and it was not covered in that pass.
     AwaitedInVain,
+    /// The wrapper waits for it in a finished pass that it averages, and its accumulator ran neither in it nor in those that
+    /// followed in the step, which go on with a reduction that has not ended. Unless a flag lets the wrapper do without, the
+    /// step left it unfinished.
+    Unreached,
+    /// The wrapper would average it, it was covered in a pass that no forward of the wrapper prepared, and no averaged pass
+    /// followed in its step, which would have averaged what had accumulated. Only in a step that ended as it should.
+    Bypassed,
     /// The wrapper waits for it, and it does not require a gradient.
     FrozenAwaited,
     /// It requires a gradient and was frozen when the wrapper was built.
@@ -45,7 +52,7 @@ pub const NUM_KINDS: usize = Kind::ALL.len();
 
 impl Kind {
     /// All kinds, in the order of their numbers.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::Trainable,
         Self::Covered,
         Self::Missed,
@@ -54,6 +61,8 @@ impl Kind {
         Self::Undefined,
         Self::Again,
         Self::AwaitedInVain,
+        Self::Unreached,
+        Self::Bypassed,
         Self::FrozenAwaited,
         Self::Thawed,
         Self::Replaced,
@@ -71,6 +80,8 @@ impl Kind {
             Self::Undefined => "undefined",
             Self::Again => "again",
             Self::AwaitedInVain => "awaited_in_vain",
+            Self::Unreached => "unreached",
+            Self::Bypassed => "bypassed",
             Self::FrozenAwaited => "frozen_awaited",
             Self::Thawed => "thawed",
             Self::Replaced => "replaced",
@@ -104,7 +115,7 @@ pub struct LaneSummary {
     pub finished: Ranges,
     /// Steps that did not end, but in which a pass did.
     pub interrupted: Ranges,
-    /// Finished steps of which a pass, or the whole, reached no parameter.
+    /// Steps in which a pass that ended, or the optimizer without one, reached no parameter.
     pub idle: Ranges,
     /// Sets awaited in vain, as in [`Analysis::num_vain_sets`], in this lane alone.
     pub num_vain_sets: usize,
@@ -197,7 +208,7 @@ struct Segment {
 /// A step shape, worked out.
 struct StepRows {
     of_kind: [Row; NUM_KINDS],
-    /// Whether one of its passes, or the whole, reached nothing.
+    /// Whether one of its passes reached nothing, to its end.
     is_idle: bool,
 }
 
@@ -259,11 +270,11 @@ impl LaneRows {
         summary.num_passes = summary.num_passes.saturating_add(passes.saturating_mul(count));
         if is_closed && shape.iter().all(is_whole) {
             summary.finished.push(first, last);
-            if self.steps[step].is_idle {
-                summary.idle.push(first, last);
-            }
         } else if shape.iter().any(is_whole) {
             summary.interrupted.push(first, last);
+        }
+        if self.steps[step].is_idle {
+            summary.idle.push(first, last);
         }
         self.segments.push(Segment { first, count, step });
     }
@@ -289,7 +300,7 @@ fn step_rows(
     let mut kinds: [Row; NUM_KINDS] = Default::default();
     let mut add = |kind: Kind, row: &Row| kinds[kind as usize] = kinds[kind as usize].union(row);
     let mut is_idle = false;
-    let mut missed_in_pass = Row::default();
+    let [mut missed_in_pass, mut bypassed, mut pending]: [Row; 3] = Default::default();
     for passes in shape {
         let pattern = &lane.patterns[passes.pattern as usize];
         let situation = &lane.situations[pattern.situation as usize];
@@ -297,7 +308,7 @@ fn step_rows(
         add(Kind::Covered, &pattern.covered);
         add(Kind::Undefined, &pattern.reached.difference(&pattern.covered));
         add(Kind::Unheld, &pattern.covered.difference(&situation.optimized));
-        is_idle |= pattern.reached.is_empty();
+        is_idle |= is_whole(passes) && pattern.reached.is_empty();
         if passes.flags & flags::EMPTY == 0 && is_whole(passes) {
             missed_in_pass = missed_in_pass.union(&situation.trainable.difference(&pattern.covered));
         }
@@ -309,22 +320,31 @@ fn step_rows(
         add(Kind::Thawed, &stray.intersection(&situation.wrapped));
         add(Kind::Replaced, &stray.difference(&situation.wrapped));
         add(Kind::FrozenAwaited, &situation.awaited.difference(&situation.trainable));
+        if passes.flags & flags::BYPASSED != 0 {
+            bypassed = bypassed.union(&pattern.covered.intersection(&situation.awaited));
+        }
         if passes.flags & (flags::NO_SYNC | flags::EMPTY) == 0 {
+            bypassed = Row::default(); // what had accumulated is averaged with the rest
             add(Kind::Again, &pattern.again);
+            let is_anew = pending.is_empty();
+            pending = if is_anew { &situation.awaited } else { &pending }.difference(&pattern.reached);
             if is_whole(passes) {
                 let in_vain = situation.awaited.difference(&pattern.covered);
                 add(Kind::AwaitedInVain, &in_vain);
                 vain.insert(in_vain);
                 unreached.insert(situation.awaited.difference(&pattern.reached));
+            } else {
+                pending = Row::default(); // might still have been reached
             }
         }
     }
+    add(Kind::Unreached, &pending);
     let covered = &kinds[Kind::Covered as usize];
     let missed = kinds[Kind::Trainable as usize].difference(covered);
-    is_idle |= covered.is_empty();
     if is_finished {
         kinds[Kind::MissedInPass as usize] = missed_in_pass.intersection(covered);
         kinds[Kind::MissedForGood as usize] = missed.clone();
+        kinds[Kind::Bypassed as usize] = bypassed;
     }
     kinds[Kind::Missed as usize] = missed;
     StepRows { of_kind: kinds.map(|row| row.renumbered(renumber)), is_idle }

@@ -109,8 +109,10 @@ pub mod flags {
     pub const EMPTY: u32 = 4;
     /// The process ended inside the pass. Made by the reader, never written.
     pub const OPEN: u32 = 8;
+    /// No forward of the wrapper prepared the pass, though none told it not to average; stands beside [`NO_SYNC`].
+    pub const BYPASSED: u32 = 16;
     /// Every flag that a file may hold.
-    pub const WRITTEN: u32 = NO_SYNC | RAISED | EMPTY;
+    pub const WRITTEN: u32 = NO_SYNC | RAISED | EMPTY | BYPASSED;
 }
 
 /// The passes of one step, in order.

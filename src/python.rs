@@ -130,12 +130,21 @@ impl Recorder {
         self.core.drop_pass();
     }
 
-    fn close_pass(&self, flags: u32) -> PyResult<()> {
+    fn close_pass(&self, flags: u32) -> PyResult<bool> {
         Ok(self.core.close_pass(flags)?)
+    }
+
+    fn last_pass(&self) -> (Vec<u32>, Vec<u32>) {
+        self.core.last_pass()
     }
 
     fn is_touched(&self) -> bool {
         self.core.is_touched()
+    }
+
+    fn reached<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let bytes: Vec<u8> = self.core.reached().words().iter().flat_map(|word| word.to_le_bytes()).collect();
+        PyBytes::new(py, &bytes)
     }
 
     fn has_passes(&self) -> bool {
@@ -346,10 +355,16 @@ fn intersection(a: Pairs, b: Pairs) -> Pairs {
     pairs(&a.into_iter().collect::<Ranges>().intersection(&b.into_iter().collect()))
 }
 
+#[pyfunction]
+fn difference(a: Pairs, b: Pairs) -> Pairs {
+    pairs(&a.into_iter().collect::<Ranges>().difference(&b.into_iter().collect()))
+}
+
 #[pymodule(gil_used = false)]
 #[pyo3(name = "_core")]
 fn core_module(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add("BYPASSED", flags::BYPASSED)?;
     m.add("NO_SYNC", flags::NO_SYNC)?;
     m.add("RAISED", flags::RAISED)?;
     m.add("Error", m.py().get_type::<Error>())?;
@@ -360,7 +375,12 @@ fn core_module(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Merger>()?;
     m.add_class::<Capture>()?;
     m.add_class::<Analysis>()?;
-    for function in [wrap_pyfunction!(peek, m)?, wrap_pyfunction!(union, m)?, wrap_pyfunction!(intersection, m)?] {
+    for function in [
+        wrap_pyfunction!(peek, m)?,
+        wrap_pyfunction!(union, m)?,
+        wrap_pyfunction!(intersection, m)?,
+        wrap_pyfunction!(difference, m)?,
+    ] {
         m.add_function(function)?;
     }
     Ok(())

@@ -100,6 +100,7 @@ impl Recorder {
             patterns: Known::default(),
             shapes: Known::default(),
             trainable: Row::default(),
+            last_pass: Pattern::default(),
             spilled: false,
             failure: None,
             lost: false,
@@ -179,8 +180,9 @@ impl Recorder {
         live::store_pass(&inner.state_words.1, inner.state.num_passes, false);
     }
 
-    /// The open pass ended; `flags` are those of [`crate::capture::flags`]. Needs a situation.
-    pub fn close_pass(&self, flags: u32) -> Result<()> {
+    /// The open pass ended; `flags` are those of [`crate::capture::flags`]. Needs a situation. Says whether its pattern is one
+    /// that was not met before, or was forgotten since.
+    pub fn close_pass(&self, flags: u32) -> Result<bool> {
         if flags & !flags::WRITTEN != 0 {
             return Err(Error::Invalid {
                 what: format!("flags {flags} of a pass: expected some of {}", flags::WRITTEN),
@@ -191,7 +193,9 @@ impl Recorder {
         let [reached, covered, again] = [0, 1, 2].map(|k| inner.row(row_set, k));
         // Frozen between forward and backward: its accumulator runs, hooks and all, and accumulates nothing.
         let covered = covered.intersection(&inner.trainable);
-        inner.add_pass(Pattern { situation: 0, reached, covered, again }, flags)?;
+        let mut pattern = Pattern { situation: 0, reached, covered, again };
+        let is_new = inner.add_pass(&mut pattern, flags)?;
+        inner.last_pass = pattern;
         // One commit counts the pass and turns to the other row set; only then may the bits go.
         inner.state.num_passes += 1;
         inner.state.row_set = 1 - row_set;
@@ -203,13 +207,25 @@ impl Recorder {
                 word.store(0, Ordering::Relaxed);
             }
         }
-        Ok(())
+        Ok(is_new)
+    }
+
+    /// The parameters reached, and those covered, in the pass closed last; none before the first.
+    pub fn last_pass(&self) -> (Vec<u32>, Vec<u32>) {
+        let inner = self.inner();
+        (inner.last_pass.reached.iter().collect(), inner.last_pass.covered.iter().collect())
     }
 
     /// Whether any accumulator ran since the last pass was closed.
     pub fn is_touched(&self) -> bool {
         let inner = self.inner();
         inner.blocks.iter().any(|block| block.row(inner.state.row_set, 0).any(|word| word != 0))
+    }
+
+    /// The parameters whose accumulators ran since the last pass was closed.
+    pub fn reached(&self) -> Row {
+        let inner = self.inner();
+        inner.row(inner.state.row_set, 0)
     }
 
     /// Whether a pass was closed since the last step was closed.
@@ -222,7 +238,7 @@ impl Recorder {
     pub fn close_step(&self) -> Result<()> {
         let mut inner = self.inner();
         if !inner.spilled && inner.state.entries.is_empty() {
-            inner.add_pass(Pattern::default(), flags::EMPTY)?;
+            inner.add_pass(&mut Pattern::default(), flags::EMPTY)?;
         }
         if inner.spilled {
             inner.spilled = false;
@@ -284,6 +300,8 @@ struct Inner {
     patterns: Known<Pattern>,
     shapes: Known<Shape>,
     trainable: Row,
+    /// What the pass closed last did.
+    last_pass: Pattern,
     /// Whether passes of the step that is not closed yet are in the journal already.
     spilled: bool,
     /// Why the journal is no longer in its file.
@@ -356,17 +374,17 @@ impl Inner {
         Row::from_words(self.blocks.iter().flat_map(|block| block.row(row_set, kind)).collect())
     }
 
-    /// Adds a pass to the open step; the caller commits.
-    fn add_pass(&mut self, mut pattern: Pattern, flags: u32) -> Result<()> {
+    /// Adds a pass to the open step, in the situation that holds, and says whether its pattern is new; the caller commits.
+    fn add_pass(&mut self, pattern: &mut Pattern, flags: u32) -> Result<bool> {
         let Some(situation) = self.state.situation else {
             return Err(Error::Invalid { what: "a pass was closed before any situation was set".into() });
         };
         pattern.situation = situation;
         let bytes = 3 * 8 * pattern.reached.words().len();
-        let (id, is_new) = self.patterns.intern(&pattern, bytes);
+        let (id, is_new) = self.patterns.intern(pattern, bytes);
         let mut written = Vec::new();
         if is_new {
-            encode(&mut written, &Record::Pattern(pattern));
+            encode(&mut written, &Record::Pattern(pattern.clone()));
         }
         let passes = Passes { pattern: id, flags, count: 1 };
         let mut entries = std::mem::take(&mut self.state.entries);
@@ -382,7 +400,8 @@ impl Inner {
             self.spilled = true;
         }
         self.state.entries = entries;
-        self.write(&written)
+        self.write(&written)?;
+        Ok(is_new)
     }
 
     /// The shard as a file would have it now.

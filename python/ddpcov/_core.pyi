@@ -8,6 +8,7 @@ import os
 from typing import Any, final
 
 __all__ = [
+    "BYPASSED",
     "NO_SYNC",
     "RAISED",
     "Analysis",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 __version__: str
+BYPASSED: int
+"""Flag of a pass, beside NO_SYNC: no forward of the wrapper prepared it, though none told it not to average."""
 NO_SYNC: int
 """Flag of a pass: the wrapper was told not to average it."""
 RAISED: int
@@ -98,12 +101,19 @@ class Recorder:
     def drop_pass(self) -> None:
         """The pass that began is none of this model's."""
 
-    def close_pass(self, flags: int) -> None:
-        """Takes what the slots saw since the last pass as one pass. Raises Error before the first situation, and for
-        unknown flags."""
+    def close_pass(self, flags: int) -> bool:
+        """Takes what the slots saw since the last pass as one pass, and says whether its pattern (situation, and what was
+        reached, covered and reached again) was not met before. Raises Error before the first situation, and for unknown
+        flags."""
+
+    def last_pass(self) -> tuple[list[int], list[int]]:
+        """Ids reached, and ids covered, in the pass closed last; none before the first."""
 
     def is_touched(self) -> bool:
         """Whether any accumulator ran since the last pass was closed."""
+
+    def reached(self) -> bytes:
+        """The parameters whose accumulators ran since the last pass was closed: bit i, lowest first, is parameter i."""
 
     def has_passes(self) -> bool:
         """Whether a pass was closed since the last step was."""
@@ -199,3 +209,4 @@ def peek(path: _Path) -> tuple[str, int, int]:
 
 def union(sets: list[_Ranges]) -> _Ranges: ...
 def intersection(a: _Ranges, b: _Ranges) -> _Ranges: ...
+def difference(a: _Ranges, b: _Ranges) -> _Ranges: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -76,6 +76,10 @@ class Hooks:
         self._seen = _Seen()
         self._own: set[int] = set()
         self._tensor_ids: list[int] = []
+        self.version = 0
+        """Grows whenever the model is found changed."""
+        self.leaves: dict[int, Tensor] = {}
+        """Id in the recorder → the tensor that autograd accumulates into."""
         self.averaging = wrappers.examine(model)
 
     def attach(self, recorder: _core.Recorder) -> None:
@@ -92,6 +96,18 @@ class Hooks:
     def owns(self, tensors: Iterable[Any]) -> bool:
         """Whether one of the tensors is a parameter of the model."""
         return any(id(t) in self._own for t in tensors)
+
+    def bits(self) -> dict[int, int]:
+        """Id of each tensor that stands for a parameter → the parameter's id in the recorder."""
+        return {id(tensor): param_id for param_id, tensor in (*self.parameters(), *self.leaves.items())}
+
+    def parameters(self) -> Iterator[tuple[int, Tensor]]:
+        """Each parameter's id in the recorder, and the tensor that the user and the optimizer know."""
+        return zip(self._tensor_ids, self._seen.tensors, strict=True)
+
+    def definition(self, param_id: int) -> Definition:
+        """How the recorder knows a parameter."""
+        return self._definitions[param_id]
 
     def named_by_ddp(self, message: str) -> dict[str, str]:
         """The parameters that a message of DDP gives by number, by name. It counts those that required a gradient when the
@@ -130,6 +146,8 @@ class Hooks:
         ids = self._define([definition for _, definition in named])
         self._tensor_ids = ids
         leaves = [sharding.leaves.get(id(t), t) for t in tensors]
+        self.version += 1
+        self.leaves = dict(zip(ids, leaves, strict=True))
         self._own.update(map(id, leaves))
         self._arm(leaves, ids)
         held = (p for o in self._optimizers for g in o.param_groups for p in g["params"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +12,12 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from ddpcov import _core, steps
+from ddpcov.bypass import Reducers
+from ddpcov.diagnosis.observer import Observer
+from ddpcov.gradsync import GradSync
 from ddpcov.hooks import Hooks
+from ddpcov.stale import Holdings
+from ddpcov.values import Values
 
 __all__ = ["Passes"]
 
@@ -43,18 +49,29 @@ class Passes:
         self,
         recorder: _core.Recorder,
         hooks: Hooks,
+        observer: Observer,
         optimizers: list[Optimizer],
         *,
+        values: Values | None,
+        sync: GradSync | None,
         give_up: Callable[[str], None],
         tell_failure: Callable[[str], None],
     ) -> None:
         self._live = recorder
         self._hooks = hooks
+        self._reducers = Reducers(hooks, recorder)
+        self._reducers.refresh()
+        self._holdings = Holdings(hooks, optimizers)
+        self._holdings.refresh()
+        self._observer = observer
         self._optimizers = optimizers
+        self._values = values
+        self._sync = sync
         self._give_up = give_up
         self._tell_failure = tell_failure
         self._has_given_up = self._has_failed = False
         self._lock = threading.RLock()
+        self._num_passes = self._num_steps = 0  # closed
         self._num_open = 0  # runs of the engine under way; more than one only from several threads
         self._deferred: list[Optimizer] = []
         self._stepped: list[Any] = []  # who ended the last step, as long as no pass followed
@@ -67,8 +84,13 @@ class Passes:
                 self.close_touched()
             self._num_open += 1
             self._hooks.refresh()
+            self._reducers.refresh()
+            self._holdings.refresh()
+            self._observer.pass_begins(run)
             if run.is_backward:
                 self._live.begin_pass()
+                if self._values is not None:
+                    self._values.pass_begins(self._open_step)
 
     @_contained
     def pass_ends(self, run: steps.EngineRun) -> None:
@@ -78,23 +100,34 @@ class Passes:
                 return  # it began before the block did
             self._num_open -= 1
             if self._is_ours(run):
-                self._close_pass(run.error)
+                self._close_pass(run)
             elif self._num_open == 0:
                 self._live.drop_pass()
+            self._observer.pass_ends(run)
             # An optimizer may step inside the pass, from a hook; its step ends with the pass.
             deferred, self._deferred = self._deferred, []
             for optimizer in deferred:
                 self._end_step(optimizer)
 
     @_contained
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """See `steps.Listener`."""
+        if self._sync is None or steps.is_inside_engine():
+            return
+        with self._lock:
+            step = self._num_steps if self._ends_step(optimizer) else self._num_steps - 1
+            if self._sync.is_due(step) and self._trains_us(optimizer):
+                self._sync.check(optimizer, step)
+
+    @_contained
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """See `steps.Listener`."""
         with self._lock:
-            is_ours = any(o is optimizer for o in self._optimizers) or any(
-                self._hooks.owns(group["params"]) for group in optimizer.param_groups
-            )
-            if not is_ours:
+            if not self._trains_us(optimizer):
                 return
+            self._holdings.stepped(optimizer)
+            if self._values is not None:
+                self._values.optimizer_stepped(optimizer)
             if steps.is_inside_engine():
                 self._deferred.append(optimizer)
             else:
@@ -107,6 +140,16 @@ class Passes:
             self.close_touched()
             if self._live.has_passes():
                 self._end_step(self)
+
+    def _trains_us(self, optimizer: Optimizer) -> bool:
+        return any(o is optimizer for o in self._optimizers) or any(
+            self._hooks.owns(group["params"]) for group in optimizer.param_groups
+        )
+
+    @property
+    def _open_step(self) -> int:
+        """Number of the step that a pass falls in now; until an optimizer stepped, if none was given, each pass is one."""
+        return self._num_steps or (0 if self._optimizers else self._num_passes)
 
     def _is_ours(self, run: steps.EngineRun) -> bool:
         """Whether a run of the engine is a pass of this model.
@@ -133,24 +176,48 @@ class Passes:
         if self._live.is_touched():
             self._close_pass()
 
-    def _close_pass(self, error: BaseException | None = None) -> None:
+    def stop(self, *, has_failed: bool) -> None:
+        """Lets go of what it watches, and notes what only the end shows."""
+        self._reducers.stop()
+        if self._values is not None:
+            self._live.note("values", json.dumps(self._values.finish(has_failed=has_failed)))
+        if self._sync is not None:
+            self._live.note("sync", json.dumps(self._sync.finish()))
+        if (num := len(self._hooks.averaging.ddps)) > 1:
+            self._live.note("wrappers", json.dumps({"num": num}))
+        if stale := self._holdings.stale():
+            self._live.note("optimizers", json.dumps({"stale": stale}))
+
+    def _close_pass(self, run: steps.EngineRun | None = None) -> None:
         flags = 0
-        if error is not None:
+        if run is not None and (error := run.error) is not None:
             flags = _core.RAISED
             with contextlib.suppress(AttributeError):  # an exception with slots
                 error._ddpcov_in_pass = True  # type: ignore[attr-defined]  # to hold the error would hold its frames' tensors
-        if self._hooks.averaging.ddps and not self._hooks.averaging.is_synchronised():
-            flags |= _core.NO_SYNC
-        self._live.close_pass(flags)
+        is_partial = run is None or len(run.inputs) > 0
+        flags |= self._reducers.flags(is_partial=is_partial, has_raised=flags != 0)
+        is_new = self._live.close_pass(flags)
+        self._observer.pass_closed(run, self._open_step, is_new=is_new)
+        if self._values is not None:
+            self._values.pass_closed(self._open_step)
+        self._num_passes += 1
         if not self._has_failed and (failure := self._live.failure) is not None:
             self._has_failed = True
             self._tell_failure(failure)
 
     def _end_step(self, by: Any) -> None:
         self.close_touched()
-        if self._live.has_passes() or not self._stepped or any(by is other for other in self._stepped):
-            # The same optimizer once more, with no pass between: a step in which nothing was covered.
+        if self._ends_step(by):
             self._live.close_step()
+            self._num_steps += 1
+            self._observer.step_ended()
+            if self._values is not None:
+                self._values.step_ended()
             self._stepped = [by]
         else:
             self._stepped.append(by)  # several optimizers, one after the other: one step
+
+    def _ends_step(self, by: Any) -> bool:
+        # The same optimizer once more, with no pass between: a step in which nothing was covered.
+        is_again = not self._stepped or any(by is other for other in self._stepped)
+        return is_again or self._live.has_passes() or self._live.is_touched()

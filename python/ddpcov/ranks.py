@@ -2,7 +2,7 @@
 
 What crosses between ranks: at the start, the name of the run; at a clean exit, first an agreement through the store that all
 leave cleanly, then one SUM all-reduce, and the histories of ranks that differ. Whatever fails here leaves the shards where
-they are, for `report` to merge.
+they are, for `report` to merge. While the ranks train they compare gradients, if that was asked for, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from torch import nn
 from ddpcov import _core
 from ddpcov.wrappers import ddps_in
 
-__all__ = ["EXIT_TIMEOUT", "Ranks", "check_sums", "pack_counts"]
+__all__ = ["EXIT_TIMEOUT", "ROUND_TIMEOUT", "Ranks", "RoundsOver", "check_sums", "pack_counts"]
 
 EXIT_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others at a clean exit, and for each transfer after that."""
+
+ROUND_TIMEOUT = timedelta(seconds=30)
+"""How long a rank waits for the others in a round of `Rounds`, and for each transfer in it."""
 
 _NUM_CHUNKS = 16  # 16-bit pieces of a SHA-256
 _started: Counter[str] = Counter()
@@ -115,6 +118,10 @@ class Ranks:
         counts[:] = summed[2 * _NUM_CHUNKS :]
         return all(self.world_size * q == s * s for s, q in zip(sums, squares, strict=True))
 
+    def rounds(self) -> Rounds:
+        """For comparisons while the ranks train."""
+        return Rounds(self.members, self.rank, self._store)
+
     def gather(self, history: bytes) -> list[tuple[list[tuple[int, int]], bytes]]:
         """On the first rank, each different history with the ranks that have it; elsewhere nothing.
 
@@ -174,8 +181,106 @@ class Ranks:
             work.wait(EXIT_TIMEOUT)
 
 
-def _bounded(talk: Callable[[], str]) -> str:
-    """What was agreed on; `apart` if the process that hosts the store is gone, or does not answer.
+class RoundsOver(Exception):
+    """Some rank did not come to a round, or a transfer failed: there will be no further round. Says why."""
+
+
+class Rounds:
+    """Comparisons between all ranks, one after the other, while they train.
+
+    A rank enters a collective only when all have come to the round, so none waits there for one that takes another way; and
+    in a group of its own, so that the order of the training's collectives is as it was. A rank that does not come, within
+    `ROUND_TIMEOUT`, ends the rounds for all.
+    """
+
+    def __init__(self, members: list[int], rank: int, store: Any) -> None:
+        self._members = members
+        self._rank = rank
+        self._number = 0
+        self._group: Any = None
+        try:
+            # With a connection of its own: whoever waits on a shared one keeps the process's other threads from it.
+            self._store = store.clone()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            self._store = store
+
+    def is_same(self, digest: str) -> bool:
+        """Begins a round: whether all ranks came to it with the same digest. The same answer on all.
+
+        Raises:
+            RoundsOver: not all came.
+        """
+        outcome = _bounded(lambda: self._compare(digest), ROUND_TIMEOUT, f"over {self._rank} the store does not answer")
+        self._number += 1
+        if outcome.startswith("over "):
+            _, rank, reason = outcome.split(" ", 2)
+            raise RoundsOver(f"rank {rank}: {reason}")
+        return outcome == "same"
+
+    def _compare(self, digest: str) -> str:
+        store, key = self._store, f"round/{self._number}/"
+        if store.compare_set(key + "digest", "", digest).decode() != digest:
+            store.add(key + "differing", 1)
+        if store.add(key + "arrived", 1) == len(self._members):
+            outcome = self._decide("differ" if store.add(key + "differing", 0) else "same")
+            self._forget(self._number - 1)  # which everybody has heard the outcome of
+            return outcome
+        with contextlib.suppress(RuntimeError):  # timed out
+            store.wait([key + "outcome"], ROUND_TIMEOUT)
+        return self._decide(f"over {self._rank} waited {ROUND_TIMEOUT.total_seconds():g} s for the others")
+
+    def _decide(self, outcome: str) -> str:
+        return str(self._store.compare_set(f"round/{self._number}/outcome", "", outcome).decode())
+
+    def _forget(self, number: int) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            for key in ("digest", "differing", "arrived", "outcome") if number >= 0 else ():
+                self._store.delete_key(f"round/{number}/{key}")
+
+    def leave(self) -> None:
+        """Says that this rank comes to no further round, so that no other waits for it."""
+        reason = f"over {self._rank} left the block, or stopped comparing"
+        _bounded(lambda: self._decide(reason), min(ROUND_TIMEOUT, timedelta(seconds=5)), "")
+
+    def may_speak(self) -> bool:
+        """Whether it is this rank that tells the user, so that not all do: that which asks first."""
+        return _bounded(lambda: str(self._store.add("round/spoken", 1)), ROUND_TIMEOUT, "1") == "1"
+
+    def is_equal(self, words: torch.Tensor) -> torch.Tensor:
+        """Where a vector of int64, of the same length on all ranks, is the same on all; one SUM all-reduce.
+
+        For use in a round in which ranks differ. See `Ranks.is_same_everywhere` for how it is told.
+
+        Raises:
+            RoundsOver: the transfer failed.
+        """
+        chunks = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)])
+        summed = torch.stack([chunks, chunks * chunks])
+        self._transfer(lambda group: dist.all_reduce(summed, group=group, async_op=True))
+        sums, squares = summed
+        is_equal: torch.Tensor = len(self._members) * squares == sums * sums
+        return is_equal.all(dim=0)
+
+    def gather(self, words: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Rank → its vector of int64, of the same length on all. Raises RoundsOver if the transfer fails."""
+        out = [torch.empty_like(words) for _ in self._members]
+        self._transfer(lambda group: dist.all_gather(out, words, group=group, async_op=True))
+        return dict(zip(self._members, out, strict=True))
+
+    def _transfer(self, begin: Callable[[Any], Any]) -> None:
+        try:
+            if self._group is None:
+                self._group = dist.new_group(
+                    self._members, timeout=ROUND_TIMEOUT, backend="gloo", use_local_synchronization=True
+                )
+            begin(self._group).wait(ROUND_TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            self.leave()
+            raise RoundsOver(f"a transfer failed ({str(error).splitlines()[0][:200]})") from error
+
+
+def _bounded(talk: Callable[[], str], timeout: timedelta | None = None, otherwise: str = "apart") -> str:
+    """What was agreed on; `otherwise` if the process that hosts the store is gone, or does not answer.
 
     Torch limits some calls to the store in no way: to a host that is frozen, not dead, they would wait for good.
     """
@@ -185,10 +290,10 @@ def _bounded(talk: Callable[[], str]) -> str:
         with contextlib.suppress(RuntimeError):
             answers.append(talk())
 
-    thread = threading.Thread(target=run, name="ddpcov-exit", daemon=True)
+    thread = threading.Thread(target=run, name="ddpcov-ranks", daemon=True)
     thread.start()
-    thread.join(1.1 * EXIT_TIMEOUT.total_seconds())
-    return answers[0] if answers else "apart"
+    thread.join(1.1 * (timeout or EXIT_TIMEOUT).total_seconds())
+    return answers[0] if answers else otherwise
 
 
 def pack_counts(analysis: _core.Analysis) -> list[int]:

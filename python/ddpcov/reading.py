@@ -10,7 +10,7 @@ from pathlib import Path
 from ddpcov import _core
 from ddpcov.diagnosis.advice import advise
 from ddpcov.diagnosis.facts import Facts, collect
-from ddpcov.diagnosis.rules import find
+from ddpcov.diagnosis.rules import find, sync, values
 from ddpcov.report import Report, Run, Totals
 
 __all__ = ["Progress", "build", "read"]
@@ -71,7 +71,7 @@ def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
         torch=facts.torch,
         wrapper=facts.wrapper,
         end={rank: lane.end for lane in facts.lanes for rank in lane.ranks},
-        notes=(*notes, *_degraded(facts)),
+        notes=(*notes, *_degraded(facts), *values.remarks(facts), *sync.remarks(facts)),
     )
     return Report(run, _totals(facts), tuple(facts.parameters), tuple(find(facts)), advise(facts))
 

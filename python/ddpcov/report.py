@@ -16,6 +16,7 @@ __all__ = [
     "Finding",
     "ParameterCoverage",
     "Place",
+    "Precondition",
     "Range",
     "Report",
     "Run",
@@ -178,6 +179,19 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class Precondition:
+    """Whether what an option of DDP takes for granted held in what was seen; `met` is None where that cannot be said."""
+
+    option: str
+    met: bool | None
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """This precondition as the JSON document has it, under its option."""
+        return {"met": self.met, "reasons": list(self.reasons)}
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """What the recorded steps say about DDP's flags, and what to do; valid for `num_steps` steps on `num_ranks` ranks."""
 
@@ -187,6 +201,7 @@ class Advice:
     num_ranks: int
     bytes_reduced_for_nothing: int
     actions: tuple[str, ...] = ()
+    preconditions: tuple[Precondition, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as the JSON document has it."""
@@ -196,6 +211,7 @@ class Advice:
             "scope": {"steps": self.num_steps, "ranks": self.num_ranks},
             "cost": {"bytes_reduced_for_nothing": self.bytes_reduced_for_nothing},
             "actions": list(self.actions),
+            "preconditions": {p.option: p.to_dict() for p in self.preconditions},
         }
 
 

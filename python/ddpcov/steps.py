@@ -65,6 +65,9 @@ class Listener(Protocol):
     def pass_ends(self, run: EngineRun) -> None:
         """It ran, or raised."""
 
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step, or a gradient scaler has skipped its step; its gradients are final."""
+
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """The optimizer stepped, or a gradient scaler skipped its step."""
 
@@ -167,6 +170,8 @@ def is_parameter(tensor: Any) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not any(o is optimizer for o in _stepping):
         _stepping.append(optimizer)
+        if len(_stepping) == 1:  # an optimizer inside another one holds a part of what the outer one holds
+            _tell_of_coming_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -175,6 +180,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             del _stepping[i]
             _tell_of_step(optimizer)
             return
+
+
+def _tell_of_coming_step(optimizer: Optimizer) -> None:
+    for listener in list(_listeners):
+        listener.optimizer_steps(optimizer)
 
 
 def _tell_of_step(optimizer: Optimizer) -> None:
@@ -189,6 +199,7 @@ def _with_skipped_steps(scaler_step: Any) -> Any:
         _last_stepped.clear()
         result = scaler_step(self, optimizer, *args, **kwargs)
         if not any(o is optimizer for o in _last_stepped):
+            _tell_of_coming_step(optimizer)
             _tell_of_step(optimizer)
         _last_stepped.clear()
         return result

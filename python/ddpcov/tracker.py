@@ -18,9 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpcov import _core, ranks, reading, steps
+from ddpcov.diagnosis.observer import Observer
+from ddpcov.gradsync import GradSync
 from ddpcov.hooks import Hooks
 from ddpcov.passes import Passes
 from ddpcov.report import Report, as_ranges, some
+from ddpcov.values import Values
 
 __all__ = ["Tracker", "track"]
 
@@ -52,11 +55,17 @@ def track(
             optimizer step are one step. Steps are seen without it.
         process_group: the ranks that train this model together; by default DDP's own group, else all.
         same_parameters: False if ranks may hold different parameters (pipeline stages).
-        diagnose, values, sync_check, rows, stall_after, guard: kinds of observation that this version does not make yet.
+        values: every so many steps, find the gradients that are exactly zero and those that are not finite. They are reduced
+            on their device where a pass ends, and the result is read once, after the step.
+        sync_check: every so many steps, just before an optimizer steps, find the parameters whose gradients are not equal on
+            all ranks. Ranks compare fingerprints in a group of their own, and never wait long for one that does not come.
+            Sharded models are not checked.
+        diagnose, rows, stall_after, guard: kinds of observation that this version does not make yet.
             It says so when one is asked for, and records coverage all the same.
 
     Raises:
         TypeError: `model` is not a module, or `optimizer` no optimizer.
+        ValueError: an option has a value that it cannot have.
         ddpcov.Error: another active tracker in this process writes to `out`.
     """
     if not isinstance(model, nn.Module):
@@ -64,10 +73,13 @@ def track(
     optimizers = _optimizers(optimizer)
     if diagnose not in ("auto", "always", "off"):
         raise ValueError(f'diagnose={diagnose!r}: expected "auto", "always" or "off"')
-    asked = [k for k, v in {"values": values, "sync_check": sync_check, "rows": rows, "guard": guard}.items() if v]
+    for name, every in ("values", values), ("sync_check", sync_check):
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"{name}={every!r}: expected a number of steps, 1 or more, or None")
+    asked = [k for k, v in {"rows": rows, "guard": guard}.items() if v]
     if asked:
         _say(f"{', '.join(asked)}: not observed by ddpcov {_core.__version__}; coverage is recorded without it")
-    return Tracker(model, out, optimizers, process_group, same_parameters)
+    return Tracker(model, out, optimizers, process_group, same_parameters, diagnose, values_every=values, sync_every=sync_check)
 
 
 def _optimizers(given: Any) -> list[Optimizer]:
@@ -86,16 +98,29 @@ class Tracker:
     """One recording. Made by `track`, entered once."""
 
     def __init__(
-        self, model: nn.Module, out: Any, optimizers: list[Optimizer], process_group: Any, same_parameters: bool
+        self,
+        model: nn.Module,
+        out: Any,
+        optimizers: list[Optimizer],
+        process_group: Any,
+        same_parameters: bool,
+        diagnose: str,
+        *,
+        values_every: int | None,
+        sync_every: int | None,
     ) -> None:
         self._model = model
         self._out = None if out is None else os.fspath(out)
         self._optimizers = optimizers
         self._process_group = process_group
         self._same_parameters = same_parameters
+        self._diagnose = diagnose
+        self._values_every = values_every
+        self._sync_every = sync_every
         self._recorder: _core.Recorder | None = None
         self._merged: _core.Capture | None = None
         self._passes: Passes | None = None  # as long as it records
+        self._observer: Observer | None = None
         self._is_degraded = False  # could not write its shard
 
     def __enter__(self) -> Tracker:
@@ -124,6 +149,9 @@ class Tracker:
             return
         steps.stop(passes)
         self._contain(passes.close_touched)
+        if self._observer is not None:
+            self._contain(self._observer.stop)
+        self._contain(lambda: passes.stop(has_failed=error is not None))
         self._contain(lambda: self._hooks.refresh(is_last=True))
         self._contain(self._hooks.remove)
         if error is None:
@@ -157,7 +185,17 @@ class Tracker:
         self._note_run()
         _active.append(self)
         _watch_forks()
-        self._passes = Passes(recorder, self._hooks, self._optimizers, give_up=self._give_up, tell_failure=self._tell_failure)
+        self._observer = Observer(self._model, self._hooks, recorder, self._diagnose, tell=_say)
+        self._passes = Passes(
+            recorder,
+            self._hooks,
+            self._observer,
+            self._optimizers,
+            values=self._new_values(recorder),
+            sync=self._new_sync(),
+            give_up=self._give_up,
+            tell_failure=self._tell_failure,
+        )
         steps.start(self._passes)
 
     @property
@@ -185,6 +223,19 @@ class Tracker:
             self._tell_failure(error.strerror or str(error))
             return self._recorder
 
+    def _new_values(self, recorder: _core.Recorder) -> Values | None:
+        every = self._values_every
+        return None if every is None else Values(every, self._hooks, recorder, self._optimizers, tell=_say)
+
+    def _new_sync(self) -> GradSync | None:
+        if self._sync_every is None or self._ranks.world_size == 1:
+            return None
+        if self._hooks.averaging.wrapper.kind.startswith("fsdp"):
+            if self._ranks.is_first:
+                _say("sync_check: not made for a sharded model, whose ranks hold different gradients on purpose")
+            return None
+        return GradSync(self._sync_every, self._hooks, self._ranks, tell=_say)
+
     def _note_run(self) -> None:
         run = {"torch": torch.__version__, "wrapper": asdict(self._hooks.averaging.wrapper)}
         self._live.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
@@ -207,10 +258,13 @@ class Tracker:
         passes, self._passes = self._passes, None
         if passes is not None:
             steps.stop(passes)
+            self._contain(lambda: passes.stop(has_failed=True))
         _say(f"recording stopped, training goes on: {reason}")
         if self._recorder is None:
             return
         self._live.disable()
+        if self._observer is not None:
+            self._contain(self._observer.stop)
         self._contain(self._hooks.remove)
         self._contain(lambda: self._live.finish(f"exception: ddpcov stopped recording: {reason}"))
 
@@ -286,7 +340,8 @@ class Tracker:
 
     def _annotate(self, error: Exception) -> None:
         report = self.report()
-        blamed = {n for f in report.findings if f.code[:4] in ("DDC1", "DDC2") for n in f.parameters}
+        missed = (f for f in report.findings if f.code[:4] in ("DDC1", "DDC2") and f.code != "DDC109")
+        blamed = {n for f in missed for n in f.parameters}
         if not blamed:
             return
         names = [p.name for p in report.parameters if p.name in blamed]
@@ -309,6 +364,8 @@ def _in_child() -> None:
     # The mapped pages are shared with the parent: not a bit may be set in them from here.
     for tracker in _active:
         tracker._passes = None
+        if tracker._observer is not None:
+            tracker._observer.abandon()
         tracker._live.disable()
     _active.clear()
     steps.forget()

@@ -13,7 +13,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpcov.report import Wrapper
 
-__all__ = ["Averaging", "Sharding", "ddps_in", "examine", "is_lazy", "is_trainable", "sharding_of", "walk"]
+__all__ = [
+    "Averaging",
+    "Sharding",
+    "ddps_in",
+    "examine",
+    "is_fsdp1",
+    "is_lazy",
+    "is_trainable",
+    "is_wrapper",
+    "sharding_of",
+    "walk",
+]
 
 # Attributes under which a wrapper keeps the module it wraps. `module` is an ordinary name elsewhere, so it counts only where
 # the owner is a wrapper by class.
@@ -37,6 +48,11 @@ def walk(module: nn.Module, name: str = "", path: tuple[nn.Module, ...] = ()) ->
             continue
         is_wrapped = key in _TRANSPARENT or (key == "module" and isinstance(module, _WRAPPERS_WITH_MODULE))
         yield from walk(child, name if is_wrapped else f"{name}.{key}" if name else key, path)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it only stands round a module that bears its name."""
+    return isinstance(module, _WRAPPERS_WITH_MODULE) or not _TRANSPARENT.isdisjoint(module._modules)
 
 
 @dataclass
@@ -67,7 +83,7 @@ def sharding_of(modules: Iterable[nn.Module]) -> Sharding:
             if gathered is not None:
                 out.leaves[id(shard.sharded_param)] = gathered
                 out.owners[id(gathered)] = shard.sharded_param
-        handle = getattr(module, "_handle", None) if _is_fsdp1(module) else None
+        handle = getattr(module, "_handle", None) if is_fsdp1(module) else None
         if handle is not None and handle._use_orig_params:
             out.flat[id(module)] = handle.flat_param
             out.hidden.update((id(p), handle.flat_param) for p in handle.flat_param._params)
@@ -81,7 +97,8 @@ def _fsdp2_groups(state: Any) -> Iterable[Any]:
     return () if group is None else (group,)
 
 
-def _is_fsdp1(module: nn.Module) -> bool:
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether it is a `FullyShardedDataParallel` module."""
     return type(module).__name__ == "FullyShardedDataParallel"
 
 
@@ -92,6 +109,8 @@ class Averaging:
     wrapper: Wrapper
     ddps: list[DistributedDataParallel] = field(default_factory=list)
     awaited: list[Tensor] = field(default_factory=list)  # held, so that their ids stay theirs
+    awaited_by: list[list[Tensor]] = field(default_factory=list)  # the same, of each in `ddps`
+    compiled: set[int] = field(default_factory=set)  # ids of those in `ddps` that torch.compile was given whole
     wrapped: list[Tensor] = field(default_factory=list)
     ignored: list[Tensor] = field(default_factory=list)
 
@@ -113,10 +132,14 @@ def examine(model: nn.Module) -> Averaging:
         find_unused_parameters=any(ddp.find_unused_parameters for ddp in ddps),
         static_graph=any(ddp.static_graph for ddp in ddps),
     )
+    awaited_by = [_awaited(ddp) for ddp in ddps]
     return Averaging(
         wrapper,
         ddps,
-        awaited=[p for ddp in ddps for p in _awaited(ddp)],
+        awaited=[p for awaited in awaited_by for p in awaited],
+        awaited_by=awaited_by,
+        compiled={id(d) for m in model.modules() if "_orig_mod" in m._modules for d in ddps_in(m.modules())}
+        | {id(ddp) for ddp in ddps if getattr(ddp, "_compiled_call_impl", None) is not None},
         wrapped=[p for ddp in ddps for p in ddp._module_parameters],
         ignored=[p for ddp in ddps for n, p in ddp.module.named_parameters() if n in ddp.parameters_to_ignore],
     )
@@ -131,7 +154,7 @@ def _sharding(model: nn.Module) -> str:
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             return "fsdp2"
-        if _is_fsdp1(module):
+        if is_fsdp1(module):
             return "fsdp1"
     return "none"
 

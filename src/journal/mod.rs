@@ -35,7 +35,7 @@
 //! | 3 | PARAMETERS | `u32` first id, `u32` number of strings, the strings (types and classes, once each), `u32` number of parameters; each: `string` name, `u16` index of the dtype, `u16` index of the module class, `u8` bytes per element, `u8` number of dimensions, a `u64` for each, `u16` number of aliases, a `string` for each. A first id below the number known redefines (replaced modules) |
 //! | 4 | SITUATION | `u32` flags (bit 0: there is a wrapper), `u32` number of orphans, `row`s registered, trainable, awaited, wrapped, ignored, optimized: see [`crate::capture::Situation`] |
 //! | 5 | PATTERN | `u32` situation, `row`s reached, covered, again: see [`crate::capture::Pattern`] |
-//! | 6 | SHAPE | the passes of a step, which takes the next shape id: `u32` count, then each `u32` pattern, `u32` flags ([`crate::capture::flags`]), `u64` how many in a row |
+//! | 6 | SHAPE | the passes of a step, which takes the next shape id: `u32` count, then each `u32` pattern, `u32` flags (1 not averaged, 2 raised, 4 no pass at all, 16 wrapper bypassed: [`crate::capture::flags`]), `u64` how many in a row |
 //! | 7 | STEPS | `u32` shape, `u64` count: that many closed steps of that shape |
 //! | 8 | PASSES | as SHAPE: more passes of the step that is not closed yet |
 //! | 9 | STEP END | empty: closes the step made by the PASSES since the last closed step; its shape, too, takes the next shape id |

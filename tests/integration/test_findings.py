@@ -71,7 +71,7 @@ def never(rank: int, out: Path) -> None:
             step(["a"])
 
 
-@case("off", "DDC100")
+@case("off", "DDC100", "DDC310")
 def never_without_the_flag(rank: int, out: Path) -> None:
     with training(ddp("a", "b"), out) as step:
         step(["a"])

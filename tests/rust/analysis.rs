@@ -19,6 +19,7 @@ struct Pass {
     is_empty: bool,
     /// Whether the wrapper averages in it.
     is_averaged: bool,
+    flags: u32,
 }
 
 struct Step {
@@ -40,6 +41,7 @@ fn steps(lane: &Lane, by_pass: bool) -> Vec<Step> {
             is_whole: flags & flags::RAISED == 0 && flags & flags::OPEN == 0,
             is_empty: flags & flags::EMPTY != 0,
             is_averaged: situation.has_wrapper && flags & flags::NO_SYNC == 0 && flags & flags::EMPTY == 0,
+            flags,
             situation,
             pattern,
         };
@@ -47,6 +49,14 @@ fn steps(lane: &Lane, by_pass: bool) -> Vec<Step> {
         Step { is_finished: is_closed && passes.iter().all(|p| p.is_whole), passes }
     };
     raw.into_iter().map(of_raw).collect()
+}
+
+/// What the wrapper still waits for at the end of the step. A pass goes on with what the one before left, or starts anew.
+fn left_over(step: &Step) -> Row {
+    step.passes.iter().filter(|p| p.is_averaged).fold(Row::default(), |left, p| {
+        let waits_for = if left.is_empty() { p.situation.awaited.clone() } else { left };
+        if p.is_whole { waits_for.difference(&p.pattern.reached) } else { Row::default() }
+    })
 }
 
 /// Whether `kind` is true of the lane's parameter `id` in the step, in the words of the documentation.
@@ -71,6 +81,12 @@ fn is_true(kind: Kind, id: u32, step: &Step) -> bool {
         Kind::Undefined => any(&|p| p.pattern.reached.contains(id) && !covered(p)),
         Kind::Again => any(&|p| p.is_averaged && p.pattern.again.contains(id)),
         Kind::AwaitedInVain => any(&|p| p.is_averaged && p.is_whole && awaited(p) && !covered(p)),
+        Kind::Unreached => left_over(step).contains(id),
+        Kind::Bypassed => {
+            let after = step.passes.iter().rposition(|p| p.is_averaged).map_or(0, |last| last + 1);
+            let lost = |p: &Pass| p.flags & flags::BYPASSED != 0 && awaited(p) && covered(p);
+            step.is_finished && step.passes[after..].iter().any(lost)
+        }
         Kind::FrozenAwaited => any(&|p| awaited(p) && !trainable(p)),
         Kind::Thawed => any(&|p| unknown(p) && wrapped(p)),
         Kind::Replaced => any(&|p| unknown(p) && !wrapped(p)),
@@ -126,11 +142,7 @@ fn check_lanes(analysis: &Analysis, capture: &Capture, all_steps: &[Vec<Step>]) 
     };
     let mut all_vain = BTreeSet::new();
     for ((summary, lane), steps) in analysis.lanes.iter().zip(&capture.lanes).zip(all_steps) {
-        let is_idle = |step: &Step| {
-            step.is_finished
-                && (step.passes.iter().any(|p| p.pattern.reached.is_empty())
-                    || step.passes.iter().all(|p| p.pattern.covered.is_empty()))
-        };
+        let is_idle = |step: &Step| step.passes.iter().any(|p| p.is_whole && p.pattern.reached.is_empty());
         assert_eq!(summary.num_steps, steps.len() as u64);
         let num_passes = steps.iter().flat_map(|s| &s.passes).filter(|p| !p.is_empty).count();
         assert_eq!(summary.num_passes, num_passes as u64);
@@ -236,6 +248,41 @@ fn alike_parameters_form_one_profile() {
     assert_eq!(missed(0), [(1 << 40, 1 << 40)]);
     assert_eq!(missed(1), []);
     assert_eq!(missed(2), [(0, (1 << 40) - 1), ((1 << 40) + 1, (1 << 40) + 2)]);
+}
+
+/// What a pass leaves undone can be made good by the passes that follow in its step.
+#[test]
+fn left_undone_and_made_good() {
+    let local = flags::NO_SYNC | flags::BYPASSED;
+    let shape = |all: &[(u32, u32)]| -> Vec<_> {
+        all.iter().map(|&(pattern, flags)| _core::capture::Passes { pattern, flags, count: 1 }).collect()
+    };
+    let pattern = |members: &[u32]| Pattern { reached: row(members), covered: row(members), ..Pattern::default() };
+    let lane = Lane {
+        ranks: ranks(0, 0),
+        params: table(parameters(0..3)),
+        situations: vec![Situation { awaited: row(&[0, 1]), has_wrapper: true, ..plain_situation(3) }],
+        patterns: vec![pattern(&[0, 2]), pattern(&[0, 1]), pattern(&[1])],
+        shapes: vec![
+            shape(&[(0, local)]),
+            shape(&[(0, local), (1, 0)]),
+            shape(&[(1, 0), (0, local)]),
+            shape(&[(0, flags::NO_SYNC)]),
+            shape(&[(0, 0)]),
+            shape(&[(0, 0), (2, 0)]),
+            shape(&[(1, 0), (0, 0)]),
+        ],
+        steps: (0..7).map(|shape| (shape, 1)).collect(),
+        open: shape(&[(0, local)]),
+        end: Some("exception: KeyboardInterrupt".into()),
+        ..Lane::default()
+    };
+    let analysis = analyse(&Capture { run: run_id(), lanes: vec![lane] });
+    let of_kind = |kind: Kind| -> Vec<_> {
+        analysis.profiles.iter().map(|p| (p.parameters[0], p.lanes[0].1[kind as usize].as_slice().to_vec())).collect()
+    };
+    assert_eq!(of_kind(Kind::Bypassed), [(0, vec![(0, 0), (2, 2)]), (1, vec![]), (2, vec![])]);
+    assert_eq!(of_kind(Kind::Unreached), [(0, vec![]), (1, vec![(4, 4), (6, 6)]), (2, vec![])]);
 }
 
 #[test]

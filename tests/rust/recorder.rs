@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Barrier;
 
 use _core::bitset::Row;
-use _core::capture::{Fact, Lane, Passes, flags};
+use _core::capture::{Fact, Lane, Passes, Situation, flags};
 use _core::error::Error;
 use _core::journal::read_shard;
 use _core::recorder::{Recorder, Slot};
@@ -253,13 +253,35 @@ fn a_replaced_parameter_is_defined_anew() {
 }
 
 #[test]
+fn a_pass_says_whether_it_is_new_and_what_it_did() {
+    let (recorder, slots) = recorder(70);
+    assert_eq!(recorder.last_pass(), (vec![], vec![]));
+    let close = |covered: &[u32], flags| {
+        covered.iter().for_each(|&id| hit(&slots[id as usize]));
+        recorder.close_pass(flags).unwrap()
+    };
+    assert!(close(&[1, 69], 0));
+    assert!(!close(&[1, 69], flags::NO_SYNC | flags::BYPASSED), "how it went is no part of the pattern");
+    slots[2].accumulated();
+    assert!(close(&[1], 0));
+    assert_eq!(recorder.last_pass(), (vec![1, 2], vec![1]));
+    recorder.close_step().unwrap();
+    recorder.close_step().unwrap();
+    assert_eq!(recorder.last_pass(), (vec![1, 2], vec![1]), "a step without a pass is no pass");
+    assert!(!close(&[1, 69], 0));
+    assert_eq!(recorder.last_pass(), (vec![1, 69], vec![1, 69]));
+    recorder.set_situation(Situation { num_orphans: 1, ..plain_situation(70) }).unwrap();
+    assert!(close(&[1, 69], 0), "the same rows in another situation");
+}
+
+#[test]
 fn calls_that_no_file_could_hold_are_refused() {
     let recorder = Recorder::new(None, &run_id(), 0).unwrap();
     let refusal = |result: Result<(), Error>| match result.unwrap_err() {
         Error::Invalid { what } => what,
         error => panic!("{error:?}"),
     };
-    assert!(refusal(recorder.close_pass(0)).contains("before any situation"));
+    assert!(refusal(recorder.close_pass(0).map(|_| ())).contains("before any situation"));
     assert!(refusal(recorder.close_step()).contains("before any situation"));
     assert!(refusal(recorder.define(1, parameters(1..2))).contains("expected the next id"));
     let mut deep = parameters(0..1);
@@ -268,7 +290,7 @@ fn calls_that_no_file_could_hold_are_refused() {
     assert!(refusal(recorder.slot(0).map(|_| ())).contains("parameter 0 of 0"));
     assert!(refusal(recorder.set_situation(plain_situation(1))).contains("parameter 0 of 0"));
     recorder.set_situation(plain_situation(0)).unwrap();
-    assert!(refusal(recorder.close_pass(flags::OPEN)).contains("flags 8"));
+    assert!(refusal(recorder.close_pass(flags::OPEN).map(|_| ())).contains("flags 8"));
     assert_eq!(lane(&recorder).situations.len(), 1);
 }
 

@@ -40,7 +40,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
         1 => Just(Call::Drop),
         8 => (index(), any::<bool>()).prop_map(|(id, defined)| Call::Arrive(id, defined)),
         10 => index().prop_map(Call::Accumulate),
-        10 => (0..=flags::RAISED).prop_map(Call::ClosePass),
+        10 => prop::sample::select(vec![0, flags::NO_SYNC, flags::RAISED, flags::NO_SYNC | flags::BYPASSED]).prop_map(Call::ClosePass),
         1 => (index(), 20_u32..40).prop_map(|(id, num)| Call::Alternate(id, num)),
         6 => Just(Call::CloseStep),
         1 => Just(Call::Note),
@@ -204,6 +204,7 @@ proptest! {
             for live in &lives {
                 prop_assert_eq!(live.0.has_passes(), !model.passes.is_empty());
                 prop_assert_eq!(live.0.is_touched(), !model.rows.reached.is_empty());
+                prop_assert_eq!(&live.0.reached(), &model.rows.reached);
                 prop_assert_eq!(&live.0.lane().unwrap().1, &lane);
             }
         }

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ddpcov import Error, __version__
 from ddpcov.commands.demo import Demo
+from ddpcov.commands.explain import Explain
 from ddpcov.commands.report import ReportCommand
 
 __all__ = ["main"]
@@ -27,7 +28,7 @@ class Command(Protocol):
         """Does the work and returns the exit code."""
 
 
-COMMANDS: dict[str, Command] = {"report": ReportCommand(), "demo": Demo()}
+COMMANDS: dict[str, Command] = {"report": ReportCommand(), "explain": Explain(), "demo": Demo()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

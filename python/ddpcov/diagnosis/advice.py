@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddpcov.diagnosis import preconditions
 from ddpcov.diagnosis.facts import Facts, count
 from ddpcov.report import Advice, some
 
@@ -10,7 +11,8 @@ __all__ = ["advise"]
 
 def advise(facts: Facts) -> Advice:
     """The advice for the whole run."""
-    flag, static = _flag(facts), _static_graph(facts)
+    flag, known = _flag(facts), preconditions.examine(facts)
+    static = {True: "safe", False: "unsafe", None: "unknown"}[known[0].met if known else None]
     return Advice(
         find_unused_parameters=flag,
         static_graph=static,
@@ -18,6 +20,7 @@ def advise(facts: Facts) -> Advice:
         num_ranks=len(facts.ranks),
         bytes_reduced_for_nothing=_wasted_bytes(facts),
         actions=tuple(_actions(facts, flag)),
+        preconditions=known,
     )
 
 
@@ -32,14 +35,6 @@ def _flag(facts: Facts) -> str:
     # Lacking in one averaged pass and covered in another, or on another rank: neither freezing nor deleting is right.
     varies = any(p.of_kind("awaited_in_vain") and p.of_kind("covered") for p in facts.profiles)
     return "on" if varies else "off"
-
-
-def _static_graph(facts: Facts) -> str:
-    """`safe` would also need that every output of the forward takes part in the loss, which is not observed yet."""
-    if facts.wrapper.kind != "ddp":
-        return "unknown"
-    varies = any(lane.num_vain_sets > 1 or lane.num_unreached_sets > 1 for lane in facts.lanes)
-    return "unsafe" if varies else "unknown"
 
 
 def _wasted_bytes(facts: Facts) -> int:

@@ -31,6 +31,9 @@ class Lane:
     ranks: tuple[int, ...]
     end: str
     facts: dict[str, Any]
+    """The last that was noted of each topic."""
+    noted: dict[str, list[dict[str, Any]]]
+    """All that was noted of each topic, in order."""
     num_steps: int
     num_passes: int
     finished: list[Range]
@@ -41,6 +44,23 @@ class Lane:
     num_orphans: int
     has_wrapper: bool
     broken_off: tuple[list[int], list[int]] | None
+
+    def outputs(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The outputs of its forwards that need a gradient, as they were noted, each with its step."""
+        for note in self.noted.get("outputs", ()):
+            for output in note.get("outputs") or ():
+                if isinstance(output, dict) and output.get("needs_grad"):
+                    yield int(note.get("step", 0)), output
+
+    def evidence(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What traced passes showed of the parameters that they left without a gradient, each with its step."""
+        written: list[dict[str, Any]] = []
+        for note in self.noted.get("evidence", ()):
+            if "groups" in note:
+                written.append(note)
+            again = note.get("again", len(written) - 1)
+            if isinstance(again, int) and 0 <= again < len(written):
+                yield int(note.get("step", 0)), written[again]
 
     @property
     def is_broken_off(self) -> bool:
@@ -159,12 +179,14 @@ def _expand(ranges: Iterable[Range]) -> list[int]:
 
 
 def _lane(raw: dict[str, Any]) -> Lane:
-    facts = {}
+    noted: dict[str, list[dict[str, Any]]] = {}
     for topic, body in raw.pop("facts"):
         value = json.loads(body)
         if isinstance(value, dict):
-            facts[topic] = value
-    return Lane(**{**raw, "ranks": tuple(_expand(raw["ranks"])), "end": raw["end"] or "killed", "facts": facts})
+            noted.setdefault(topic, []).append(value)
+    facts = {topic: values[-1] for topic, values in noted.items()}
+    end = raw["end"] or "killed"
+    return Lane(**{**raw, "ranks": tuple(_expand(raw["ranks"])), "end": end, "facts": facts, "noted": noted})
 
 
 def _wrapper(raw: Any) -> Wrapper:

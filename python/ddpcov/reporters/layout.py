@@ -249,6 +249,9 @@ def advice(report: Report) -> list[tuple[str, str]]:
         (name, says[value])
         for name, value in (("find_unused_parameters", given.find_unused_parameters), ("static_graph", given.static_graph))
     ]
+    why = next((p.reasons[0] for p in given.preconditions if p.option == "static_graph" and p.reasons), "")
+    if why and given.static_graph == "unsafe":
+        lines[1] = ("static_graph", visible(f"unsafe: {why}", 200))
     if given.bytes_reduced_for_nothing:
         lines.append(
             ("cost", f"{size(given.bytes_reduced_for_nothing)} reduced in each step for parameters that never get a gradient")

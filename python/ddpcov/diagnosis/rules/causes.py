@@ -1,0 +1,332 @@
+"""Why a parameter was missed: from the evidence of a traced pass to one cause, or to what is ruled out.
+
+The order of the causes is how far a parameter came: not run, not read, read without gradient mode, computed and lost, left out
+of the loss, and undefined on the way. Of several passes of a step the one in which it came furthest tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpcov.diagnosis.rules.finding import as_place
+from ddpcov.report import Place
+
+__all__ = ["ORDER", "Cause", "cause_of"]
+
+ORDER = ("DDC100", "DDC101", "DDC102", "DDC103", "DDC104", "DDC110", "DDC106", "DDC105", "DDC111", "DDC108")
+
+Known = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause with its proof. `mend` is what to do about it whatever the pattern; `suspicion` what to look at before that."""
+
+    code: str
+    message: str
+    evidence: tuple[str, ...] = ()
+    where: Place | None = None
+    mend: str = ""
+    suspicion: str = ""
+    module: str = field(default="", compare=True)
+    """What never ran, as Python reaches it from the model."""
+
+
+def cause_of(known: Known, blind: str | None) -> Cause:
+    """The cause that the evidence proves; DDC100 where it proves none."""
+    for rule in _RULES:
+        if (cause := rule(known, blind)) is not None:
+            return cause
+    return _not_established(known, blind)
+
+
+def _gradient_vanished(known: Known, blind: str | None) -> Cause | None:
+    """DDC108: an output that leads to it, or the loss itself, had a gradient, and none arrived."""
+    at = known.get("undefined_at") or []
+    got = [path for path, got in known["leading"] if got]
+    if not known["reached"] or not at or not (got or (known["in_loss"] and not known["leading"])):
+        return None
+    nodes = ", ".join(one["node"] for one in at)
+    where = next((as_place(one["place"]) for one in at if one["place"]), None)
+    function = at[0]["node"].removesuffix("Backward").removesuffix("Backward0")
+    return Cause(
+        "DDC108",
+        f"Autograd arrived without a gradient: {nodes} was given one and handed none on.",
+        (
+            *([f"a gradient arrived at {_outputs(got)}, which leads to it"] if got else []),
+            f"the gradient became undefined at {nodes}",
+        ),
+        where,
+        f"Return a gradient for that input in the backward of {function}; None stands for inputs that need none."
+        if where
+        else f"See what {nodes} computes: its gradient with respect to this parameter is not defined.",
+    )
+
+
+def _not_in_loss(known: Known, blind: str | None) -> Cause | None:
+    """DDC105 and DDC111: the graph leads from outputs to it, and none of them received a gradient."""
+    leading = known["leading"]
+    if not leading or any(got for _, got in leading):
+        return None
+    if known["in_loss"] and not known["reached"]:
+        return None  # backward(inputs=…): the loss does depend on it
+    paths = [path for path, _ in leading]
+    where = as_place(known.get("forward"))
+    if known["differentiated"] and not known["in_loss"]:
+        return Cause(
+            "DDC111",
+            "The loss does not depend on it: the loss is made of a gradient (autograd.grad with create_graph=True) that is the"
+            " same whatever its value.",
+            (
+                f"it is in the graph that autograd.grad went through, from {_outputs(paths)}",
+                "it is not in the graph of the loss, which leads to others that autograd.grad went through",
+            ),
+            where,
+            "Add the term that does depend on it to the same loss (one backward pass for the loss and its penalty), or leave it"
+            " out of what this pass trains. find_unused_parameters cannot help: DDP's search begins at the forward's outputs,"
+            " which do lead to it.",
+        )
+    one = _outputs(paths)
+    return Cause(
+        "DDC105",
+        f"It leads only to {one} of the forward, and no gradient arrived there: the loss does not use it.",
+        (f"the graph leads from {one} to it", f"no gradient arrived at {one} in the pass", *_read_line(known)),
+        where,
+        f"Use {one} in the loss, or do not compute it.",
+    )
+
+
+def _never_called(known: Known, blind: str | None) -> Cause | None:
+    """DDC101: its module never ran, and nothing read it."""
+    never = known.get("never_ran")
+    if blind or known["calls"] != 0 or never is None or known["in_loss"]:
+        return None
+    name, suspicion = never["spelled"], ""
+    evidence = [f"{name} ({never['class']}) ran 0 times, and no operation read the parameter"]
+    if "ancestor" in never:
+        above = never["ancestor"] or "the model"
+        mention = as_place(never["mention"])
+        evidence.append(
+            f"{above} ({never['ancestor_class']}) ran; its forward "
+            + (
+                f"speaks of {never['attribute']!r} in line {mention.line}"
+                if mention
+                else f"nowhere says {never['attribute']!r}"
+            )
+        )
+    guard = never.get("guard")
+    if guard:
+        evidence.append(f"there it stands under the condition `{guard['text']}` (line {guard['line']})")
+        if guard["none"]:
+            missing = ", ".join(guard["none"])
+            evidence.append(f"argument {missing} of the forward was None")
+            suspicion = (
+                f"Pass {missing} to the forward: while it is None, {name} is skipped (`{guard['text']}`, line {guard['line']})."
+            )
+    if "twice" in never:
+        evidence.append(f"{never['twice']}, of the same class and shapes, ran more than once")
+        suspicion = f"Check the wiring: {never['twice']} ran more than once; was one of the calls meant for {name}?"
+    elif "copy" in never:
+        evidence.append(f"{never['copy']}, of equal values, ran")
+        suspicion = f"{never['copy']} is a copy of {name} and ran in its place: keep one of the two."
+    return Cause(
+        "DDC101",
+        f"{name} ({never['class']}) never ran in the forward.",
+        tuple(evidence),
+        as_place(never["where"]),
+        f"Call {name}, or delete it (or put torch.nn.Identity() in its place).",
+        suspicion,
+        name,
+    )
+
+
+def _not_read(known: Known, blind: str | None) -> Cause | None:
+    """DDC102, and DDC103 where its module ran with gradient mode off only: it ran, and read nothing of the parameter."""
+    if blind or not known["calls"] or known["read"] or known["read_without_grad"] or known["in_loss"] or known["leading"]:
+        return None
+    if not known["grad_calls"]:
+        return _grad_mode_off(known)
+    mention = as_place(known.get("mention"))
+    return Cause(
+        "DDC102",
+        "Its module ran, and no operation read the parameter.",
+        (
+            "the module ran with gradient mode on",
+            "no operation of the forward took it as an argument",
+            f"the forward speaks of it in line {mention.line}" if mention else "the module's forward does not mention it",
+        ),
+        as_place(known.get("declared")),
+        "Use it in the module's forward, or delete it; a constant belongs in a buffer (register_buffer).",
+    )
+
+
+def _without_grad(known: Known, blind: str | None) -> Cause | None:
+    """DDC103: read with gradient mode off, and never with it on."""
+    if (
+        blind
+        or known["read"]
+        or not known["read_without_grad"]
+        or known.get("in_function")
+        or known["in_loss"]
+        or known["leading"]
+    ):
+        return None
+    return _grad_mode_off(known)
+
+
+def _grad_mode_off(known: Known) -> Cause:
+    off, read = known.get("grad_off"), known["read_without_grad"]
+    where = as_place(off["line"]) if off else as_place(read["line"]) if read else None
+    module = (off["module"] or "the model") if off else ""
+    what = f"{module} ran" if off else f"{read['by']} read it" if read else "it was read"
+    return Cause(
+        "DDC103",
+        f"{what[0].upper()}{what[1:]} while gradient mode was off (no_grad, inference_mode or set_grad_enabled(False)).",
+        (
+            f"every operation that read it ran with gradient mode off{_in_line(read)}",
+            *(
+                [f"gradient mode was off when {off['module'] or 'the model'} was called{_at(as_place(off['line']))}"]
+                if off
+                else []
+            ),
+        ),
+        where,
+        "If it is to be trained, take the call out of the no_grad block.",
+    )
+
+
+def _in_a_function(known: Known, blind: str | None) -> Cause | None:
+    """DDC110, and DDC104 for other Functions: read inside an autograd Function that was not given it."""
+    inside = known.get("in_function")
+    if blind or inside is None or known["read"] or known["leading"] or known["in_loss"]:
+        return None
+    name = inside["by"]
+    if inside["needs_grad"]:
+        return None
+    if "Checkpoint" in name:
+        return Cause(
+            "DDC110",
+            "Reentrant checkpointing over inputs that need no gradient: the checkpoint's backward never runs.",
+            (
+                f"it was read inside {name}{_in_line(inside)}",
+                "none of the tensors given to the checkpoint required a gradient",
+            ),
+            as_place(inside["line"]),
+            "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint; or make the input require a gradient"
+            " (x.requires_grad_(), model.enable_input_require_grads() in transformers).",
+        )
+    return Cause(
+        "DDC104",
+        f"The graph is cut at {name}: its forward reads the parameter without taking it as an argument.",
+        (f"it was read inside the forward of the autograd Function {name}{_in_line(inside)}", *_carrying(known)),
+        as_place(inside["line"]),
+        f"Give the parameter to {name}.apply as an argument, and return its gradient in backward.",
+    )
+
+
+def _cut_off(known: Known, blind: str | None) -> Cause | None:
+    """DDC104: its value goes into an output, and the graph does not lead back."""
+    if blind or known["leading"] or not known["carrying"] or known["in_loss"]:
+        return None
+    cuts = known.get("cuts") or []
+    if not cuts:
+        return None
+    first = cuts[0]
+    lost = "left torch at" if first["leaves_torch"] else "went on without its graph at"
+    outputs = _outputs(known["carrying"])
+    return Cause(
+        "DDC104",
+        f"Its value {lost} {_operation(first['by'])}{_in_line(first)}, and goes into {outputs} that way only.",
+        (
+            *_read_line(known),
+            *(f"cut by {_operation(cut['by'])}{_in_line(cut)}" for cut in cuts),
+            *_carrying(known),
+            "the graph leads from no output to it",
+        ),
+        as_place(first["line"]),
+        _mend_cut(first["by"]),
+    )
+
+
+def _mend_cut(by: str) -> str:
+    if by in ("detach", "detach_", "data"):
+        dot = f".{by}" if by == "data" else f".{by}()"
+        return f"Drop the {dot} if the parameter is to be trained."
+    if by in ("item", "tolist", "numpy", "__float__", "__int__", "__array__"):
+        return "Keep the value a tensor until the loss is computed."
+    return (
+        f"{_operation(by)} has no gradient: use a differentiable form, or pass the gradient round it (straight-through:"
+        " x + (q - x).detach())."
+    )
+
+
+def _discarded(known: Known, blind: str | None) -> Cause | None:
+    """DDC106: computed with gradient, and neither graph nor value gets to any output."""
+    if blind or not known["read"] or known["leading"] or known["carrying"] or known["in_loss"] or not known["has_outputs"]:
+        return None
+    to = known.get("carried_to")
+    line = as_place(to["line"]) if to else as_place(known["read"]["line"])
+    what = f"The result of {to['module'] or 'the model'}" if to else "What was computed with it"
+    left = [f"a number computed from it left torch by {cut['by']}{_in_line(cut)}" for cut in known.get("left_torch") or ()]
+    return Cause(
+        "DDC106",
+        f"{what} is discarded: it was computed with gradient and reaches no output of the forward.",
+        (
+            *_read_line(known),
+            *([f"its value got as far as the outputs of {to['module'] or 'the model'}, called{_at(line)}"] if to else []),
+            "neither the graph nor its value gets to an output of the forward",
+            *left,
+        ),
+        line,
+        "Return or use the result, or do not compute it.",
+    )
+
+
+def _not_established(known: Known, blind: str | None) -> Cause:
+    ruled_out = [blind] if blind else []
+    if known["calls"]:
+        ruled_out.append("its module ran")
+    ruled_out += _read_line(known)
+    if known["leading"]:
+        ruled_out.append(f"{_outputs([path for path, _ in known['leading']])} leads to it")
+        got = [path for path, got in known["leading"] if got]
+        ruled_out.append(f"a gradient arrived at {_outputs(got)}" if got else "no gradient arrived there")
+    elif not blind and known["has_outputs"]:
+        ruled_out.append("the graph leads from no output to it")
+    if known["in_loss"] and not known["reached"]:
+        ruled_out.append("the loss depends on it, and backward() did not go there: was it given inputs=…?")
+    return Cause("DDC100", "Cause not established.", tuple(ruled_out))
+
+
+_RULES = (_gradient_vanished, _not_in_loss, _never_called, _not_read, _without_grad, _in_a_function, _cut_off, _discarded)
+
+
+def _at(place: Place | None) -> str:
+    return f" in {place.file}:{place.line}" if place else ""
+
+
+def _in_line(usage: Known | None) -> str:
+    return _at(as_place(usage["line"])) if usage else ""
+
+
+def _read_line(known: Known) -> tuple[str, ...]:
+    read = known["read"]
+    return (f"read by {_operation(read['by'])}{_in_line(read)} with gradient mode on",) if read else ()
+
+
+def _carrying(known: Known) -> tuple[str, ...]:
+    return (f"its value goes into {_outputs(known['carrying'])}",) if known["carrying"] else ()
+
+
+def _operation(by: str) -> str:
+    return "the assignment to an element" if by == "__setitem__" else f"`{by}`"
+
+
+def _outputs(paths: list[str]) -> str:
+    if paths == [""]:
+        return "the output"
+    shown = [path or "the output" for path in paths[:4]]
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return f"output{'s' if len(paths) > 1 else ''} {', '.join(shown)}{more}"

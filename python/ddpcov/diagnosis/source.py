@@ -1,0 +1,172 @@
+"""Places in somebody's source code: who called, what a forward says of an attribute, where an attribute is set.
+
+A user's line is one outside torch, ddpcov and installed libraries. Only where a call has no such line is one of a library
+named.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["Line", "best", "caller", "guard", "mentions", "place_of_code", "place_of_line", "set_in_init", "spelled"]
+
+Line = tuple[CodeType, int]
+"""A line that ran; put in words only if it is ever needed."""
+
+_PYTHON = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_NOT_CALLING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+@functools.cache
+def _rank(filename: str) -> int:
+    """0 for a user's file, 1 for an installed library's, 2 for torch, Python and ddpcov itself."""
+    if filename.startswith(_NOT_CALLING) or filename.startswith("<"):
+        return 2
+    if "site-packages" in filename or "dist-packages" in filename:
+        return 1
+    return 2 if filename.startswith(_PYTHON) else 0
+
+
+def caller(frame: FrameType | None) -> Line | None:
+    """The innermost line of a user among `frame` and those outside it; else that of a library."""
+    best: FrameType | None = None
+    best_rank = 2
+    while frame is not None:
+        rank = _rank(frame.f_code.co_filename)
+        if rank < best_rank:
+            best, best_rank = frame, rank
+            if rank == 0:
+                break
+        frame = frame.f_back
+    return None if best is None else (best.f_code, best.f_lineno)
+
+
+def best(*places: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The first place in a user's file; where there is none, the first."""
+    known = [place for place in places if place is not None]
+    return next((place for place in known if _rank(place["file"]) == 0), known[0] if known else None)
+
+
+def place_of_line(line: Line | None) -> dict[str, Any] | None:
+    """File (relative to the working folder where it is inside), line and function."""
+    return None if line is None else _place(line[0], line[1])
+
+
+def place_of_code(function: Any) -> dict[str, Any] | None:
+    """Where a function or method is defined; nothing for one written in C."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return None if code is None else _place(code, code.co_firstlineno, getattr(function, "__qualname__", None))
+
+
+def _place(code: CodeType, line: int, name: str | None = None) -> dict[str, Any]:
+    file = code.co_filename
+    with_folder = os.path.join(os.getcwd(), "")
+    if os.path.abspath(file).startswith(with_folder):
+        file = os.path.relpath(file)
+    name = name or str(getattr(code, "co_qualname", code.co_name))  # co_qualname: Python 3.11
+    return {"file": file, "line": line, "function": name.rpartition("<locals>.")[2]}
+
+
+def spelled(name: str, root: Any) -> str:
+    """A module's name as Python reaches it: `layers.3` → `layers[3]`, `heads.a` of a ModuleDict → `heads["a"]`."""
+    out, module = "", root
+    for part in name.split(".") if name else ():
+        if isinstance(module, torch.nn.ModuleDict):
+            out += f'["{part}"]'
+        elif part.isdigit():
+            out += f"[{part}]"
+        else:
+            out += f".{part}" if out else part
+        module = getattr(module, "_modules", {}).get(part)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(function: Any) -> tuple[ast.AST, CodeType] | None:
+    """The syntax tree of a function, with the line numbers of its file."""
+    code = getattr(function, "__code__", None)
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    ast.increment_lineno(tree, first - 1)
+    return None if code is None else (tree, code)
+
+
+def _self_attributes(tree: ast.AST, attribute: str) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.value, ast.Name):
+            yield node
+
+
+def mentions(function: Any, attribute: str) -> dict[str, Any] | None:
+    """The first place where the function speaks of `….attribute`."""
+    parsed = _parsed(inspect.unwrap(function))
+    nodes = sorted(n.lineno for n in _self_attributes(parsed[0], attribute)) if parsed else []
+    return _place(parsed[1], nodes[0], getattr(function, "__qualname__", None)) if parsed and nodes else None
+
+
+def guard(function: Any, attribute: str) -> tuple[str, int, frozenset[str]] | None:
+    """The condition round the first mention of `….attribute`: its text, its line, and the names in it."""
+    parsed = _parsed(inspect.unwrap(function))
+    if parsed is None:
+        return None
+    found: list[tuple[str, int, frozenset[str]]] = []
+
+    def visit(node: ast.AST, condition: ast.expr | None) -> None:
+        if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.value, ast.Name):
+            if condition is not None and not found:
+                names = frozenset(n.id for n in ast.walk(condition) if isinstance(n, ast.Name))
+                found.append((ast.unparse(condition), condition.lineno, names))
+            return
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            visit(node.test, condition)
+            inside = node.body if isinstance(node.body, list) else [node.body]
+            outside = node.orelse if isinstance(node.orelse, list) else [node.orelse]
+            for child in (*inside, *outside):
+                visit(child, node.test)
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child, condition)
+
+    visit(parsed[0], None)
+    return found[0] if found else None
+
+
+def set_in_init(module_class: type, attribute: str) -> dict[str, Any] | None:
+    """The line that sets `self.attribute`, or registers it by name: in the class's own methods, `__init__` first."""
+    for owner in module_class.__mro__:
+        if owner.__module__.startswith("torch.nn.modules.module"):
+            break
+        methods = [v for v in vars(owner).values() if inspect.isfunction(v)]
+        for method in sorted(methods, key=lambda m: m.__name__ != "__init__"):
+            parsed = _parsed(method)
+            line = _setting_line(parsed[0], attribute) if parsed else None
+            if parsed and line is not None:
+                return _place(parsed[1], line, method.__qualname__)
+    return None
+
+
+def _setting_line(tree: ast.AST, attribute: str) -> int | None:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in (t for one in targets for t in ast.walk(one)):
+                if isinstance(target, ast.Attribute) and target.attr == attribute and isinstance(target.ctx, ast.Store):
+                    return node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            is_registering = node.func.attr in ("register_parameter", "add_module", "register_module")
+            if is_registering and isinstance(node.args[0], ast.Constant) and node.args[0].value == attribute:
+                return node.lineno
+    return None
