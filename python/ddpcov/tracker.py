@@ -21,8 +21,9 @@ from ddpcov import _core, ranks, reading, steps
 from ddpcov.diagnosis.observer import Observer
 from ddpcov.gradsync import GradSync
 from ddpcov.hooks import Hooks
+from ddpcov.note import note
 from ddpcov.passes import Passes
-from ddpcov.report import Report, as_ranges, some
+from ddpcov.report import Report, as_ranges
 from ddpcov.values import Values
 
 __all__ = ["Tracker", "track"]
@@ -339,18 +340,9 @@ class Tracker:
             self._annotate(error)
 
     def _annotate(self, error: Exception) -> None:
-        report = self.report()
-        missed = (f for f in report.findings if f.code[:4] in ("DDC1", "DDC2") and f.code != "DDC109")
-        blamed = {n for f in missed for n in f.parameters}
-        if not blamed:
-            return
-        names = [p.name for p in report.parameters if p.name in blamed]
-        more = f" `python -m ddpcov report {self._out}` shows the rest." if self._out else ""
-        note = (
-            f"ddpcov: on rank {self._ranks.rank}, {len(names)} of {report.totals.trainable} trainable parameters missed"
-            f" a gradient: {some(names, 10)}.{more}"
-        )
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # PEP 678, on 3.10 too
+        text = note(self.report(), self._ranks.rank, self._out)
+        if text is not None:
+            error.__notes__ = [*getattr(error, "__notes__", []), text]  # PEP 678, on 3.10 too
 
 
 def _watch_forks() -> None:

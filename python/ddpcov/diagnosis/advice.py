@@ -19,7 +19,7 @@ def advise(facts: Facts) -> Advice:
         num_steps=max((count(lane.finished) for lane in facts.lanes), default=0),
         num_ranks=len(facts.ranks),
         bytes_reduced_for_nothing=_wasted_bytes(facts),
-        actions=tuple(_actions(facts, flag)),
+        actions=tuple(_actions(facts, flag, static)),
         preconditions=known,
     )
 
@@ -43,16 +43,17 @@ def _wasted_bytes(facts: Facts) -> int:
     return sum(parameter.num_bytes for profile in useless for parameter in profile.parameters)
 
 
-def _actions(facts: Facts, flag: str) -> list[str]:
+def _actions(facts: Facts, flag: str, static_graph: str) -> list[str]:
     actions = []
+    static = " or static_graph=True, as each rank's own set stays the same" if static_graph == "safe" else ""
     is_on = facts.wrapper.find_unused_parameters
     constant = sorted(
         name for p in facts.profiles if p.of_kind("awaited_in_vain") and not p.of_kind("covered") for name in p.names
     )
     if constant:
         actions.append(
-            f"{some(constant, 4)} never got a gradient: use in the loss what was meant to be used; otherwise delete it,"
-            " or freeze it (requires_grad_(False)) before the model is wrapped."
+            f"{some(constant, 4)} never got a gradient: mend that first, as the findings say. Use or rewire what is to be"
+            " trained; delete the rest, or freeze it (requires_grad_(False)) before the model is wrapped."
         )
     if any(p.of_kind("thawed") or p.of_kind("replaced") for p in facts.profiles):
         actions.append("Wrap the model again after thawing or replacing parameters.")
@@ -60,8 +61,8 @@ def _actions(facts: Facts, flag: str) -> list[str]:
         actions.append(
             "Keep find_unused_parameters=True: the set of parameters without a gradient varies."
             if is_on
-            else "Set find_unused_parameters=True, or give the absent branch a path of weight zero into the loss: the set of"
-            " parameters without a gradient varies."
+            else f"Set find_unused_parameters=True{static}, or give the absent branch a path of weight zero into the loss: the"
+            " set of parameters without a gradient varies."
         )
     elif flag == "off" and is_on and any(count(lane.finished) >= 2 for lane in facts.lanes):
         actions.append("Then drop find_unused_parameters=True." if constant else "Drop find_unused_parameters=True.")

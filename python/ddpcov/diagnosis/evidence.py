@@ -67,6 +67,7 @@ class _Look:
             self.has_second_order = bool(self._union(observed.differentiated, others))
         self.is_blind = trace.blind is not None
         self._tops: dict[int, dict[str, Any]] = {}
+        self._used = self._find_used()
 
     def _union(self, roots: list[Any], bits: dict[int, int]) -> int:
         masks = graph.reach(roots, bits, self.trace.reads.hidden)
@@ -129,23 +130,46 @@ class _Look:
     # What did not run.
 
     def _never_ran(self, owner: ModuleRun) -> dict[str, Any]:
+        """Of the outermost module round it of which nothing ran."""
         top, ran = owner, None
+        partly: list[ModuleRun] = []
         for above in self._above(owner):
             if above.calls:
                 ran = above
                 break
-            top = above
+            if partly or above.names[0] in self._used:
+                partly.append(above)
+            else:
+                top = above
         if id(top.module) not in self._tops:
-            self._tops[id(top.module)] = self._describe_top(top, ran)
+            self._tops[id(top.module)] = self._describe_top(top, ran, partly[:1])
         return self._tops[id(top.module)]
 
-    def _describe_top(self, top: ModuleRun, ran: ModuleRun | None) -> dict[str, Any]:
+    def _find_used(self) -> set[str]:
+        """Names of the modules of which something ran, or was read."""
+        names = [name for run in self.trace.runs.values() if run.calls for name in run.names]
+        reads = self.trace.reads
+        for param_id in {*reads.with_grad, *reads.without_grad}:
+            name, aliases, *_ = self.hooks.definition(param_id)
+            names += (one.rpartition(".")[0] for one in (name, *aliases))
+        used = set()
+        for name in names:
+            while name not in used:
+                used.add(name)
+                name = name.rpartition(".")[0]
+        return used
+
+    def _describe_top(self, top: ModuleRun, ran: ModuleRun | None, partly: list[ModuleRun]) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "module": top.names[0],
             "spelled": source.spelled(top.names[0], self.trace.model),
             "class": type(top.module).__name__,
+            "is_used": top.names[0] in self._used,
             **self._likely_mistake(top),
         }
+        for above in partly:
+            forward, name = _forward_of(above.module), top.names[0].removeprefix(f"{above.names[0]}.").partition(".")[0]
+            facts["partly"] = {"class": type(above.module).__name__, "mention": source.mentions(forward, name)}
         if ran is None:
             lines = [run.line for run in self.trace.runs.values() if run.calls]
             facts["where"] = source.best(*map(source.place_of_line, lines[:1]))

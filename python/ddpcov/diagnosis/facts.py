@@ -11,7 +11,10 @@ from typing import Any
 from ddpcov import _core
 from ddpcov.report import ParameterCoverage, Range, Wrapper
 
-__all__ = ["Facts", "Lane", "Profile", "collect", "count", "union"]
+__all__ = ["UNFINISHED", "Facts", "Lane", "Profile", "collect", "count", "union"]
+
+UNFINISHED = "Expected to have finished reduction"
+"""What DDP says where something that it waits for did not come."""
 
 
 def union(ranges: Iterable[list[Range]]) -> list[Range]:
@@ -61,6 +64,10 @@ class Lane:
             again = note.get("again", len(written) - 1)
             if isinstance(again, int) and 0 <= again < len(written):
                 yield int(note.get("step", 0)), written[again]
+
+    def raised(self, text: str) -> bool:
+        """Whether the exception that ended it says this."""
+        return text in str(self.facts.get("exception", {}).get("message", ""))
 
     @property
     def is_broken_off(self) -> bool:
@@ -124,12 +131,12 @@ class Facts:
 
     def is_fatal(self, profile: Profile) -> bool:
         """Whether what these parameters lacked stops DDP, or hangs it."""
-        return self.is_strict and bool(profile.of_kind("awaited_in_vain"))
+        vain = profile.of_kind("awaited_in_vain")
+        return bool(vain) and (self.is_strict or any(self.lanes[lane].raised(UNFINISHED) for lane in vain))
 
     def said_ready_twice(self) -> Iterator[tuple[Lane, dict[str, Any]]]:
         """Lanes that DDP itself ended because a parameter was ready twice, and what is known of the exception."""
-        exceptions = ((lane, lane.facts["exception"]) for lane in self.lanes if "exception" in lane.facts)
-        return ((lane, known) for lane, known in exceptions if "ready only once" in str(known.get("message")))
+        return ((lane, lane.facts["exception"]) for lane in self.lanes if lane.raised("ready only once"))
 
 
 def collect(capture: _core.Capture) -> Facts:

@@ -82,9 +82,9 @@ def spelled(name: str, root: Any) -> str:
     out, module = "", root
     for part in name.split(".") if name else ():
         if isinstance(module, torch.nn.ModuleDict):
-            out += f'["{part}"]'
+            out = f'{out or "model"}["{part}"]'
         elif part.isdigit():
-            out += f"[{part}]"
+            out = f"{out or 'model'}[{part}]"
         else:
             out += f".{part}" if out else part
         module = getattr(module, "_modules", {}).get(part)

@@ -13,11 +13,14 @@ from typing import Any
 from ddpcov.diagnosis.rules.finding import as_place
 from ddpcov.report import Place
 
-__all__ = ["ORDER", "Cause", "cause_of"]
+__all__ = ["MODULE", "ORDER", "TWIN", "Cause", "cause_of"]
 
 ORDER = ("DDC100", "DDC101", "DDC102", "DDC103", "DDC104", "DDC110", "DDC106", "DDC105", "DDC111", "DDC108")
 
 Known = Mapping[str, Any]
+
+MODULE, TWIN = "{module}", "{twin}"
+"""Left open in the texts of a cause."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,10 @@ class Cause:
     where: Place | None = None
     mend: str = ""
     suspicion: str = ""
-    module: str = field(default="", compare=True)
-    """What never ran, as Python reaches it from the model."""
+    module: str = field(default="", compare=False)
+    """What stands for `MODULE` in the texts, as Python reaches it from the model."""
+    twin: str = field(default="", compare=False)
+    """What stands for `TWIN`."""
 
 
 def cause_of(known: Known, blind: str | None) -> Cause:
@@ -85,8 +90,7 @@ def _not_in_loss(known: Known, blind: str | None) -> Cause | None:
             ),
             where,
             "Add the term that does depend on it to the same loss (one backward pass for the loss and its penalty), or leave it"
-            " out of what this pass trains. find_unused_parameters cannot help: DDP's search begins at the forward's outputs,"
-            " which do lead to it.",
+            " out of what this pass trains.",
         )
     one = _outputs(paths)
     return Cause(
@@ -99,46 +103,45 @@ def _not_in_loss(known: Known, blind: str | None) -> Cause | None:
 
 
 def _never_called(known: Known, blind: str | None) -> Cause | None:
-    """DDC101: its module never ran, and nothing read it."""
+    """DDC101: its module never ran, and nothing read it. The texts hold for each module of which the same is known."""
     never = known.get("never_ran")
     if blind or known["calls"] != 0 or never is None or known["in_loss"]:
         return None
-    name, suspicion = never["spelled"], ""
-    evidence = [f"{name} ({never['class']}) ran 0 times, and no operation read the parameter"]
+    suspicion, twin = "", ""
+    evidence = [f"{MODULE} ran 0 times, and no operation read the parameter"]
+    if partly := never.get("partly"):
+        mention = as_place(partly["mention"])
+        calls = f", which calls it{_at(mention)}," if mention else ""
+        evidence.append(f"the forward of {partly['class']}{calls} did not run; parts of it were called on their own")
     if "ancestor" in never:
-        above = never["ancestor"] or "the model"
-        mention = as_place(never["mention"])
-        evidence.append(
-            f"{above} ({never['ancestor_class']}) ran; its forward "
-            + (
-                f"speaks of {never['attribute']!r} in line {mention.line}"
-                if mention
-                else f"nowhere says {never['attribute']!r}"
-            )
-        )
-    guard = never.get("guard")
-    if guard:
+        mention, name = as_place(never["mention"]), never["attribute"]
+        says = f"mentions {name!r} in line {mention.line}" if mention else f"nowhere mentions {name!r}"
+        evidence.append(f"the forward of {never['ancestor_class']} ran, and {says}")
+    if guard := never.get("guard"):
         evidence.append(f"there it stands under the condition `{guard['text']}` (line {guard['line']})")
         if guard["none"]:
             missing = ", ".join(guard["none"])
             evidence.append(f"argument {missing} of the forward was None")
-            suspicion = (
-                f"Pass {missing} to the forward: while it is None, {name} is skipped (`{guard['text']}`, line {guard['line']})."
-            )
+            suspicion = f"Pass {missing} to the forward: without it `{guard['text']}` (line {guard['line']}) skips {MODULE}."
     if "twice" in never:
-        evidence.append(f"{never['twice']}, of the same class and shapes, ran more than once")
-        suspicion = f"Check the wiring: {never['twice']} ran more than once; was one of the calls meant for {name}?"
+        twin = never["twice"]
+        evidence.append(f"{TWIN}, of the same class and shapes, ran more than once")
+        suspicion = f"Check the wiring: {TWIN} ran more than once; was one of the calls meant for {MODULE}?"
     elif "copy" in never:
-        evidence.append(f"{never['copy']}, of equal values, ran")
-        suspicion = f"{never['copy']} is a copy of {name} and ran in its place: keep one of the two."
+        twin = never["copy"]
+        evidence.append(f"{TWIN}, of equal values, ran")
+        suspicion = f"{TWIN} is a copy of {MODULE} and ran in its place: keep one of the two."
     return Cause(
         "DDC101",
-        f"{name} ({never['class']}) never ran in the forward.",
+        f"{MODULE} ({never['class']}) never ran in the forward.",
         tuple(evidence),
         as_place(never["where"]),
-        f"Call {name}, or delete it (or put torch.nn.Identity() in its place).",
+        f"Call {MODULE} as a whole, or delete what only its forward uses."
+        if never.get("is_used")
+        else f"Call {MODULE}, or delete it (put torch.nn.Identity() in its place).",
         suspicion,
-        name,
+        never["spelled"],
+        twin,
     )
 
 
@@ -155,7 +158,9 @@ def _not_read(known: Known, blind: str | None) -> Cause | None:
         (
             "the module ran with gradient mode on",
             "no operation of the forward took it as an argument",
-            f"the forward speaks of it in line {mention.line}" if mention else "the module's forward does not mention it",
+            f"the module's forward mentions it in line {mention.line}"
+            if mention
+            else "the module's forward does not mention it",
         ),
         as_place(known.get("declared")),
         "Use it in the module's forward, or delete it; a constant belongs in a buffer (register_buffer).",
@@ -179,19 +184,13 @@ def _without_grad(known: Known, blind: str | None) -> Cause | None:
 def _grad_mode_off(known: Known) -> Cause:
     off, read = known.get("grad_off"), known["read_without_grad"]
     where = as_place(off["line"]) if off else as_place(read["line"]) if read else None
-    module = (off["module"] or "the model") if off else ""
-    what = f"{module} ran" if off else f"{read['by']} read it" if read else "it was read"
+    evidence = [f"every operation that read it ran with gradient mode off{_in_line(read)}" if read else "no operation read it"]
+    if off:
+        evidence.append(f"gradient mode was off when {off['module'] or 'the model'} was called{_in_line(off)}")
     return Cause(
         "DDC103",
-        f"{what[0].upper()}{what[1:]} while gradient mode was off (no_grad, inference_mode or set_grad_enabled(False)).",
-        (
-            f"every operation that read it ran with gradient mode off{_in_line(read)}",
-            *(
-                [f"gradient mode was off when {off['module'] or 'the model'} was called{_at(as_place(off['line']))}"]
-                if off
-                else []
-            ),
-        ),
+        "Used only while gradient mode was off (no_grad, inference_mode or set_grad_enabled(False)).",
+        tuple(evidence),
         where,
         "If it is to be trained, take the call out of the no_grad block.",
     )
@@ -253,7 +252,7 @@ def _cut_off(known: Known, blind: str | None) -> Cause | None:
 def _mend_cut(by: str) -> str:
     if by in ("detach", "detach_", "data"):
         dot = f".{by}" if by == "data" else f".{by}()"
-        return f"Drop the {dot} if the parameter is to be trained."
+        return f"If it is to be trained, drop the {dot}, or add a term to the loss that depends on the parameter without it."
     if by in ("item", "tolist", "numpy", "__float__", "__int__", "__array__"):
         return "Keep the value a tensor until the loss is computed."
     return (

@@ -19,49 +19,59 @@ class Pattern:
 
     varies: bool
     """Covered in some step on some rank."""
-    is_constant_by_rank: bool
-    """It varies, and yet each rank has it always or never."""
+    is_static: bool
+    """Whether `static_graph` is safe in this run."""
     is_awaited: bool
     """Whether DDP waits for it."""
     is_fatal: bool
 
 
-def pattern_of(facts: Facts, profile: Profile) -> Pattern:
+def pattern_of(facts: Facts, profile: Profile, *, is_static: bool) -> Pattern:
     """The pattern in which the parameters of a profile are missed."""
-    covered, vain = profile.of_kind("covered"), profile.of_kind("awaited_in_vain")
-    missed = profile.of_kind("missed")
     return Pattern(
-        varies=bool(covered),
-        is_constant_by_rank=bool(covered) and not any(lane in covered for lane in missed),
-        is_awaited=facts.wrapper.kind == "ddp" and bool(vain),
+        varies=bool(profile.of_kind("covered")),
+        is_static=is_static,
+        is_awaited=facts.wrapper.kind == "ddp" and bool(profile.of_kind("awaited_in_vain")),
         is_fatal=facts.is_fatal(profile),
     )
 
 
 def fix(cause: Cause, pattern: Pattern, facts: Facts, names: tuple[str, ...]) -> str:
     """The advice for these parameters. For a set that never changes it is never the flag, which would only hide it."""
-    parts = [part for part in (cause.suspicion, cause.mend) if part]
     if pattern.varies:
-        if pattern.is_awaited:
-            parts.append(_varying(pattern, facts, names))
-    elif cause.suspicion:
+        return _varying(cause, pattern, facts, names)
+    parts = [part for part in (cause.suspicion, cause.mend) if part]
+    if cause.suspicion:
         parts.append("Do not freeze it before that is settled: freezing would only hide the mistake.")
-    elif freeze := freezing(facts, names):
+    elif cause.code not in _TRAINED and (freeze := freezing(facts, names)):
         when = ", before the model is wrapped" if pattern.is_awaited else ""
         parts.append(f"If it is not to be trained, freeze it{when}: {freeze}")
+    if cause.code == "DDC111" and pattern.is_awaited:
+        parts.append("find_unused_parameters=True is no cure: its search begins at the outputs, which do lead to it.")
     return " ".join(parts)
 
 
-def _varying(pattern: Pattern, facts: Facts, names: tuple[str, ...]) -> str:
+_TRAINED = ("DDC108", "DDC111")
+"""What has these causes is meant to be trained."""
+
+
+def _varying(cause: Cause, pattern: Pattern, facts: Facts, names: tuple[str, ...]) -> str:
+    # A cause that holds in some steps only is seldom a mistake in them.
+    parts = [part for part in (cause.suspicion, cause.mend if cause.code in _TRAINED else "") if part]
+    if not pattern.is_awaited:
+        parts.append("If it is to be absent in these steps, nothing is to be mended: no wrapper waits for it.")
+        return " ".join(parts)
     name, is_module = _wholes(facts, names)[0]
     term = f"sum(p.sum() for p in {_spelled(name, is_module)}.parameters())" if is_module else f"{_spelled(name, False)}.sum()"
     path = f"give what is absent a path of weight zero: loss = loss + 0.0 * {term}"
     if facts.wrapper.static_graph:
-        return f"The set varies: wrap with find_unused_parameters=True in place of static_graph=True, or {path}"
-    if facts.wrapper.find_unused_parameters:
-        return f"The set varies: keep find_unused_parameters=True, or {path}"
-    static = " (or, as each rank's own set stays the same, static_graph=True)" if pattern.is_constant_by_rank else ""
-    return f"The set varies: wrap with find_unused_parameters=True{static}, or {path}"
+        parts.append(f"The set varies: wrap with find_unused_parameters=True in place of static_graph=True, or {path}")
+    elif facts.wrapper.find_unused_parameters:
+        parts.append(f"The set varies: keep find_unused_parameters=True, or {path}")
+    else:
+        static = " (or, as each rank's own set stays the same, static_graph=True)" if pattern.is_static else ""
+        parts.append(f"The set varies: wrap with find_unused_parameters=True{static}, or {path}")
+    return " ".join(parts)
 
 
 def freezing(facts: Facts, names: tuple[str, ...]) -> str:

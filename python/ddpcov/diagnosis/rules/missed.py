@@ -9,25 +9,26 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from ddpcov import _core
+from ddpcov.diagnosis import preconditions
 from ddpcov.diagnosis.facts import Facts, Lane, count, union
 from ddpcov.diagnosis.rules import fixes
-from ddpcov.diagnosis.rules.causes import ORDER, Cause, cause_of
+from ddpcov.diagnosis.rules.causes import MODULE, ORDER, TWIN, Cause, cause_of
 from ddpcov.diagnosis.rules.finding import Found, across_ranks, as_place, list_steps, make, missed_for_good
-from ddpcov.report import Range
+from ddpcov.report import Range, some
 
 
 def missed(facts: Facts) -> Found:
     """DDC100 to DDC111: missed, and why; one cause for a parameter on each rank."""
     causes = [_Causes(lane) for lane in facts.lanes]
     alike: dict[tuple[object, ...], _Alike] = {}
+    is_static = any(p.option == "static_graph" and p.met for p in preconditions.examine(facts))
     for profile in facts.profiles:
         for lane, steps in missed_for_good(facts, profile).items():
-            pattern = fixes.pattern_of(facts, profile)
+            pattern = fixes.pattern_of(facts, profile, is_static=is_static)
             for name in profile.names:
                 cause, explained = causes[lane].of(name, steps)
                 if explained:
-                    known = alike.setdefault((cause, pattern), _Alike(cause, pattern))
-                    known.names_in[lane, tuple(explained)].append(name)
+                    alike.setdefault((cause, pattern), _Alike(cause, pattern)).members.append((cause, name, lane, explained))
     for known in alike.values():
         yield from known.findings(facts)
 
@@ -88,25 +89,50 @@ class _Alike:
 
     cause: Cause
     pattern: fixes.Pattern
-    names_in: defaultdict[tuple[int, tuple[Range, ...]], list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Lane and steps → names."""
+    members: list[tuple[Cause, str, int, list[Range]]] = field(default_factory=list)
+    """Cause, name, lane and steps."""
 
     def findings(self, facts: Facts) -> Found:
-        places: defaultdict[tuple[str, ...], dict[int, list[Range]]] = defaultdict(dict)
-        for (lane, steps), names in self.names_in.items():
-            places[tuple(sorted(names))][lane] = list(steps)
-        for group, at in places.items():
+        lanes: defaultdict[str, dict[int, list[Range]]] = defaultdict(dict)
+        causes: defaultdict[str, list[Cause]] = defaultdict(list)
+        for cause, name, lane, steps in self.members:
+            lanes[name][lane] = steps
+            causes[name].append(cause)
+        groups: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+        for name, at in lanes.items():
+            ranks = tuple(sorted(rank for lane in at for rank in facts.lanes[lane].ranks))
+            groups[ranks, tuple(union(at.values()))].append(name)
+        for group in groups.values():
+            names = tuple(sorted(group))
+            cause = _filled(self.cause, [cause for name in names for cause in causes[name]])
             yield make(
                 facts,
-                self.cause.code,
+                cause.code,
                 "error" if self.pattern.is_fatal else "info" if self.pattern.varies else "warning",
-                self.cause.message,
-                names=group,
-                at=at,
-                evidence=self.cause.evidence,
-                where=self.cause.where,
-                fix=fixes.fix(self.cause, self.pattern, facts, group),
+                cause.message,
+                names=names,
+                at=lanes[names[0]],
+                evidence=cause.evidence,
+                where=cause.where,
+                fix=fixes.fix(cause, self.pattern, facts, names),
             )
+
+
+def _filled(cause: Cause, alike: list[Cause]) -> Cause:
+    """The cause in the words that hold for all of its parameters."""
+    modules = some(list(dict.fromkeys(one.module for one in alike)), 4)
+    twins = some(list(dict.fromkeys(one.twin for one in alike)), 4)
+
+    def fill(text: str) -> str:
+        return text.replace(MODULE, modules).replace(TWIN, twins)
+
+    return replace(
+        cause,
+        message=fill(cause.message),
+        evidence=tuple(map(fill, cause.evidence)),
+        mend=fill(cause.mend),
+        suspicion=fill(cause.suspicion),
+    )
 
 
 class _Causes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpcov import _core
-from ddpcov.diagnosis.facts import Facts, Lane, count, union
+from ddpcov.diagnosis.facts import UNFINISHED, Facts, Lane, count, union
 from ddpcov.diagnosis.rules.finding import Found, across_ranks, count_ranks, make
 from ddpcov.report import Range
 
@@ -59,23 +59,20 @@ def opaque_output(facts: Facts) -> Found:
     fix = "Return tensors in a tuple, list, dict or dataclass."
     twice = [lane for lane, _ in facts.said_ready_twice()]
     for lane in facts.lanes:
-        hidden: dict[str, tuple[set[int], set[str]]] = {}
+        hidden: dict[str, set[int]] = {}
         for step, output in lane.outputs():
             if output.get("found") is False and output.get("got") is not False:
-                steps, names = hidden.setdefault(str(output.get("path", "")), (set(), set()))
-                steps.add(step)
-                names.update(map(str, output.get("reaches") or ()))
+                hidden.setdefault(str(output.get("path", "")), set()).add(step)
         is_grave = any(lane is one for one in twice) or lane.is_broken_off
-        for path, (steps, names) in hidden.items():
+        for path, steps in hidden.items():
             message = f"Output {path or 'of the forward'} is inside an object that DDP does not search: " + (
                 "it takes the parameters behind it for unused, and then their gradients come."
                 if is_grave
                 else "it would take parameters that are reached through it alone for unused."
             )
             severity = "error" if is_grave else "warning"
-            ranges = [(step, step) for step in sorted(steps)]
-            parameters = tuple(sorted(names))
-            yield make(facts, "DDC305", severity, message, names=parameters, ranks=lane.ranks, steps=union([ranges]), fix=fix)
+            ranges = union([[(step, step) for step in sorted(steps)]])
+            yield make(facts, "DDC305", severity, message, ranks=lane.ranks, steps=ranges, fix=fix)
 
 
 def reached_twice(facts: Facts) -> Found:
@@ -160,19 +157,24 @@ def graph_changed(facts: Facts) -> Found:
 @across_ranks
 def unsynchronised(facts: Facts) -> Found:
     """DDC310: a pass ended, and what DDP waits for in it was not reached, so that nothing of it was averaged."""
-    if not facts.is_strict:
+    if facts.wrapper.kind != "ddp" or facts.wrapper.static_graph:  # of which DDC308 tells
         return
     message = (
         "DDP waits for it, and the backward pass ended without it: the reduction was left unfinished, and the gradients of the"
         " whole model in that step are local to the rank."
     )
-    fix = "Use it in the loss, or freeze it before the model is wrapped; see why it was missed."
-    raised = "Expected to have finished reduction"
+    fix = "Mend what the finding on why it was missed says; DDP then has all that it waits for."
     # Of several wrappers, one that a pass does not touch at all stays prepared, and loses nothing.
     has_several = any("wrappers" in lane.facts for lane in facts.lanes)
     for index, lane in enumerate(facts.lanes):
-        said = _said(lane, raised)
+        said = _said(lane, UNFINISHED)
         last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
+        if facts.wrapper.find_unused_parameters:  # and the search did not find it unused
+            named = lane.facts.get("exception", {}).get("named") if said else None
+            if isinstance(named, dict) and named:
+                names = tuple(sorted(map(str, named.values())))
+                yield make(facts, "DDC310", "error", message, names=names, at={index: last}, evidence=said, fix=fix)
+            continue
         for profile in facts.profiles:
             steps = profile.steps.get(index, {}).get("unreached", [])
             if not steps or (has_several and not said):
@@ -191,5 +193,4 @@ def unsynchronised(facts: Facts) -> Found:
 
 def _said(lane: Lane, text: str) -> tuple[str, ...]:
     """What DDP raised on the lane's ranks, if it contains the text."""
-    message = str(lane.facts.get("exception", {}).get("message", ""))
-    return (f"DDP raised: {lane.end.removeprefix('exception: ')}",) if text in message else ()
+    return (f"DDP raised: {lane.end.removeprefix('exception: ').partition('. ')[0]}.",) if lane.raised(text) else ()
