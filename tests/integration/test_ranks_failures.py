@@ -168,7 +168,7 @@ def test_the_classic_crash_names_the_head(tmp_path: Path) -> None:
     assert told["run"]["steps"] == 1
     assert told["advice"]["find_unused_parameters"] == "off"
     assert told["advice"]["cost"] == {"bytes_reduced_for_nothing": 4 * (3 * 9 + 9)}
-    assert [f["parameters"] for f in findings(told, "DDC100")] == [["head.bias", "head.weight"]]
+    assert [f["parameters"] for f in findings(told, "DDC101")] == [["head.bias", "head.weight"]]
 
 
 # Ranks that are killed.

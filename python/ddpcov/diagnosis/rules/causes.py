@@ -115,7 +115,7 @@ def _never_called(known: Known, blind: str | None) -> Cause | None:
         evidence.append(f"the forward of {partly['class']}{calls} did not run; parts of it were called on their own")
     if "ancestor" in never:
         mention, name = as_place(never["mention"]), never["attribute"]
-        says = f"mentions {name!r} in line {mention.line}" if mention else f"nowhere mentions {name!r}"
+        says = f"mentions {name!r} in line {mention.line}" if mention else "nowhere mentions it"
         evidence.append(f"the forward of {never['ancestor_class']} ran, and {says}")
     if guard := never.get("guard"):
         evidence.append(f"there it stands under the condition `{guard['text']}` (line {guard['line']})")
