@@ -248,12 +248,12 @@ def test_nothing_stays(capsys: pytest.CaptureFixture[str], make: Callable[[], Tr
     hooks, modes, calls = {}, {}, {}
     for diagnose in ("off", "auto", "always"):
         with training.tracked(diagnose):
-            for _ in range(10):
+            for _ in range(10 if diagnose == "auto" else 2):
                 training.step()
             hooks[diagnose] = training.num_module_hooks()
             modes[diagnose], calls[diagnose] = training.watched()
     with capsys.disabled():
-        print(f"\n{make.__name__}, calls of ddpcov's Python functions in the eleventh step: {calls}")
+        print(f"\n{make.__name__}, calls of ddpcov's Python functions in a later step: {calls}")
     assert hooks["always"] and modes["always"]  # where there is a trace, it is seen
     assert hooks["auto"] == modes["auto"] == 0
     assert calls["auto"] - calls["off"] < 10

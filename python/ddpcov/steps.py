@@ -35,6 +35,8 @@ class EngineRun:
     """False for `autograd.grad`, which accumulates nothing by itself."""
     error: BaseException | None = None
     """What it raised."""
+    given: Sequence[Any] = ()
+    """What it gave back, as long as listeners are told of it: the gradients of `autograd.grad`."""
     has_inner_parameters: bool = False
     """Whether a run inside it (reentrant checkpoint) reached a parameter, of whatever model."""
 
@@ -146,7 +148,9 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
             listener.pass_begins(run)
         _runs.append(run)
         try:
-            return super().run_backward(tensors, *args, **kwargs)
+            given = super().run_backward(tensors, *args, **kwargs)
+            run.given = [t for t in given or () if isinstance(t, Tensor)]
+            return given
         except BaseException as error:
             run.error = error
             raise
@@ -154,7 +158,7 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
             _runs[:] = (other for other in _runs if other is not run)
             for listener in listeners:
                 listener.pass_ends(run)
-            run.error = None  # whose traceback holds this frame
+            run.error, run.given = None, ()  # whose traceback holds this frame
 
 
 def is_inside_engine() -> bool:

@@ -111,7 +111,7 @@ def decoder_of_unused_outputs() -> Any:
 # DDC106: computed, and thrown away.
 
 
-@case("DDC106", "probe", "The result of probe is discarded", "left torch by item")
+@case("DDC106", "probe", "The result of probe is discarded", "left torch at `item`")
 def logged_and_no_more() -> Any:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.log = {"probe": self.probe(x).mean().item()}  # <- DDC106
@@ -179,7 +179,7 @@ def recurrent_states_thrown_away() -> Any:
     return net, lambda: net(x(2, 3, 4)).sum()
 
 
-@case("DDC106", "attention", "The result of attention is discarded")
+@case("DDC106", "attention", "What attention gives at [0], [1] is discarded")
 def attention_thrown_away() -> Any:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.attention(x, x, x)  # <- DDC106

@@ -269,7 +269,7 @@ CASES = {
     "vit with a mask token": Case(
         lambda: made("ViTModel", IMAGE, use_mask_token=True, add_pooling_layer=False),
         hidden(IMAGES),
-        (Missed("DDC102", "embeddings.mask_token", says="mentions it in line"),),
+        (Missed("DDC102", "embeddings.mask_token", says="mentions it in "),),
     ),
     "vit that masks": Case(
         lambda: made("ViTModel", IMAGE, use_mask_token=True, add_pooling_layer=False),

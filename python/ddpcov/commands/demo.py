@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from ddpcov.reporters import FORMATS, Options
 
 __all__ = ["Demo"]
 
+_JOB = Path(__file__).with_name("demo_job.py")
 _NUM_RANKS = 2
 _TIMEOUT = 120
 
@@ -44,12 +46,13 @@ class Demo:
 
 def _train(folder: Path, out: Path) -> list[str]:
     """Runs the job; returns the error of the first rank, without its traceback."""
-    command = [sys.executable, "-m", "ddpcov.commands.demo_job", str(folder / "store"), str(_NUM_RANKS), str(out)]
+    script = shutil.copy(_JOB, folder)
+    command = [sys.executable, Path(script).name, str(folder / "store"), str(_NUM_RANKS), str(out.absolute())]
     logs = [folder / f"rank{rank}.log" for rank in range(_NUM_RANKS)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("wb") as stream:
-            processes.append(subprocess.Popen([*command, str(rank)], stdout=stream, stderr=subprocess.STDOUT))
+            processes.append(subprocess.Popen([*command, str(rank)], cwd=folder, stdout=stream, stderr=subprocess.STDOUT))
     try:
         for process in processes:
             process.wait(_TIMEOUT)
@@ -67,5 +70,5 @@ def _train(folder: Path, out: Path) -> list[str]:
 
 def _source() -> str:
     """The model, as it stands in the job's source between two marks."""
-    text = Path(__file__).with_name("demo_job.py").read_text()
+    text = _JOB.read_text()
     return "\n".join(f"    {line}".rstrip() for line in text.split("# ---\n")[1].strip().splitlines()) + "\n"

@@ -5,6 +5,7 @@ Causes are not named here; that is for the rules, when a report is read.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Observed:
     flow: graph.Flow | None
     differentiated: list[Any] = field(default_factory=list)
     """Nodes that `autograd.grad` began at, since the last pass."""
+    derived: set[Any] = field(default_factory=set)
+    """Nodes of what it gave, with a graph of their own (`create_graph`)."""
     reached: frozenset[int] = frozenset()
     covered: frozenset[int] = frozenset()
 
@@ -55,18 +58,13 @@ class _Look:
         self.trace, self.hooks, self.missed, self.observed = trace, hooks, missed, observed
         self.by_name = {name: run for run in trace.runs.values() for name in run.names}
         bits = {id(hooks.leaves[i]): i for i in missed if i in hooks.leaves}
-        inner = trace.reads.hidden
-        masks = graph.reach((o.node for o in trace.outputs), bits, inner)
-        self.leads = [masks[o.node] if o.node is not None else 0 for o in trace.outputs]
         self.in_loss = self._union(observed.roots, bits)
         self.in_grad = self._union(observed.differentiated, bits)
-        self.has_second_order = False
-        if self.in_grad:
-            # Whether what the pass did reach is what `autograd.grad` went through before: then it is its result that was used.
-            others = {id(leaf): i for i, leaf in hooks.leaves.items() if i in observed.covered}
-            self.has_second_order = bool(self._union(observed.differentiated, others))
+        # Whether the pass went through what `autograd.grad` gave: then it is its result that the loss is made of.
+        self.has_second_order = bool(observed.derived) and not observed.derived.isdisjoint(graph.nodes(observed.roots))
         self.is_blind = trace.blind is not None
         self._tops: dict[int, dict[str, Any]] = {}
+        self._values: dict[int, list[Any]] = {}
         self._used = self._find_used()
 
     def _union(self, roots: list[Any], bits: dict[int, int]) -> int:
@@ -92,9 +90,15 @@ class _Look:
             "in_loss": bool(self.in_loss & bit),
             "differentiated": bool(self.in_grad & bit) and self.has_second_order,
         }
-        leading = [o for o, mask in zip(self.trace.outputs, self.leads, strict=True) if mask & bit]
+        leading = [o for o in self.trace.outputs if o.leads & bit]
         carrying = [o for o in self.trace.outputs if o.mask & bit]
         facts["has_outputs"] = bool(self.trace.outputs)
+        if self.trace.unseen:
+            facts["unseen"] = _listed(self.trace.unseen)
+        if reads.is_transformed:
+            facts["is_transformed"] = True
+        if any(owner.has_raised for owner in owners):
+            facts["has_raised"] = True
         facts["leading"] = _listed([[o.path, o.got_gradient] for o in leading])
         facts["carrying"] = _listed([o.path for o in carrying])
         if leading:
@@ -147,17 +151,26 @@ class _Look:
 
     def _find_used(self) -> set[str]:
         """Names of the modules of which something ran, or was read."""
-        names = [name for run in self.trace.runs.values() if run.calls for name in run.names]
+        names: list[str] = []
+        for run in self.trace.runs.values():
+            names += self._likely(run.names) if run.calls else []
         reads = self.trace.reads
         for param_id in {*reads.with_grad, *reads.without_grad}:
             name, aliases, *_ = self.hooks.definition(param_id)
-            names += (one.rpartition(".")[0] for one in (name, *aliases))
+            names += self._likely([one.rpartition(".")[0] for one in (name, *aliases)])
         used = set()
         for name in names:
             while name not in used:
                 used.add(name)
                 name = name.rpartition(".")[0]
         return used
+
+    def _likely(self, names: list[str]) -> list[str]:
+        """Of several names of a shared module those round which something ran."""
+        if len(names) < 2:
+            return names
+        parents = {name: self.by_name.get(name.rpartition(".")[0]) for name in names}
+        return [name for name, parent in parents.items() if parent is not None and parent.calls] or names
 
     def _describe_top(self, top: ModuleRun, ran: ModuleRun | None, partly: list[ModuleRun]) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -169,7 +182,8 @@ class _Look:
         }
         for above in partly:
             forward, name = _forward_of(above.module), top.names[0].removeprefix(f"{above.names[0]}.").partition(".")[0]
-            facts["partly"] = {"class": type(above.module).__name__, "mention": source.mentions(forward, name)}
+            mention = source.mentions(forward, name, above.module)
+            facts["partly"] = {"class": type(above.module).__name__, "mention": mention}
         if ran is None:
             lines = [run.line for run in self.trace.runs.values() if run.calls]
             facts["where"] = source.best(*map(source.place_of_line, lines[:1]))
@@ -177,7 +191,7 @@ class _Look:
         forward = _forward_of(ran.module)
         prefix = f"{ran.names[0]}." if ran.names[0] else ""
         attribute = top.names[0].removeprefix(prefix).partition(".")[0]
-        mention = source.mentions(forward, attribute)
+        mention = source.mentions(forward, attribute, ran.module)
         facts |= {
             "ancestor": ran.names[0],
             "ancestor_class": type(ran.module).__name__,
@@ -186,22 +200,40 @@ class _Look:
             "where": source.best(mention, source.place_of_code(forward), source.place_of_line(ran.line)),
         }
         if (guard := source.guard(forward, attribute)) is not None:
-            text, line, names = guard
-            facts["guard"] = {"text": text[:200], "line": line, "none": sorted(names & set(ran.none_arguments))}
+            facts["guard"] = _guard(guard, ran)
         return facts
 
     def _likely_mistake(self, top: ModuleRun) -> dict[str, Any]:
-        """A module just like it that ran twice; or one of equal values that ran."""
-        alike = [
-            run
-            for run in self.trace.runs.values()
-            if run is not top and run.calls and type(run.module) is type(top.module) and _shapes(run) == _shapes(top)
-        ]
+        """A module just like it that ran twice; or the only one of equal values elsewhere that ran."""
+        alike = [run for run in self._alike.get(_likeness(top), ()) if run is not top]
         siblings = [r for r in alike if r.calls > 1 and _parent(r) == _parent(top) and r.calls > self._usual_calls(r)]
         if siblings:
             return {"twice": source.spelled(siblings[0].names[0], self.trace.model)}
-        copy = next((run for run in alike if _is_copy(run.module, top.module)), None)
-        return {} if copy is None else {"copy": source.spelled(copy.names[0], self.trace.model)}
+        if not alike or not _is_telling(top.module):
+            return {}
+        first = self._first_values(top)
+        copies = [run for run in alike if self._first_values(run) == first and _is_copy(run.module, top.module)]
+        if len(copies) != 1 or _is_beside(copies[0], top):  # layers that were made as clones
+            return {}
+        return {"copy": source.spelled(copies[0].names[0], self.trace.model)}
+
+    @functools.cached_property
+    def _alike(self) -> dict[Any, list[ModuleRun]]:
+        """Modules that ran, by class and shapes of their parameters."""
+        alike: dict[Any, list[ModuleRun]] = {}
+        for run in self.trace.runs.values():
+            if run.calls:
+                alike.setdefault(_likeness(run), []).append(run)
+        return alike
+
+    def _first_values(self, run: ModuleRun) -> list[Any]:
+        """One value of each parameter: of modules that differ, most differ here."""
+        values = self._values.get(id(run.module))
+        if values is None:
+            with torch.no_grad():
+                values = [p[(0,) * p.ndim].item() for p in run.module.parameters() if p.numel()]
+            self._values[id(run.module)] = values
+        return values
 
     def _usual_calls(self, run: ModuleRun) -> int:
         """How often the module round it ran: no more is to be expected of it."""
@@ -222,7 +254,8 @@ class _Look:
             facts["left_torch"] = _listed([_cut(cut) for cut in left])
             if (highest := self._highest(bit)) is not None:
                 spelled = source.spelled(highest.names[0], self.trace.model)
-                facts["carried_to"] = {"module": spelled, "line": source.place_of_line(highest.line)}
+                paths = _listed([path for path, mask in highest.carried.items() if mask & bit])
+                facts["carried_to"] = {"module": spelled, "paths": paths, "line": source.place_of_line(highest.line)}
         runs = [run for owner in owners for run in (owner, *self._above(owner)) if run.nograd_line is not None]
         if runs:
             top = max(runs, key=lambda run: -len(_path(run)))
@@ -236,12 +269,15 @@ class _Look:
             attribute = name.removeprefix(f"{owner.names[0]}." if owner.names[0] else "").partition(".")[0]
             declared = source.set_in_init(type(owner.module), attribute)
             facts["declared"] = source.best(declared, source.place_of_line(owner.line))
-            facts["mention"] = source.mentions(_forward_of(owner.module), attribute)
+            forward = _forward_of(owner.module)
+            facts["mention"] = source.mentions(forward, attribute, owner.module)
+            if (guard := source.guard(forward, attribute)) is not None:
+                facts["guard"] = _guard(guard, owner)
         return facts
 
     def _highest(self, bit: int) -> ModuleRun | None:
         """The outermost module whose outputs carried it."""
-        carrying = [run for run in self.trace.runs.values() if run.carried & bit]
+        carrying = [run for run in self.trace.runs.values() if any(mask & bit for mask in run.carried.values())]
         return min(carrying, key=lambda run: len(_path(run)), default=None)
 
     def _boundaries(self, param_id: int) -> list[dict[str, Any]]:
@@ -268,17 +304,15 @@ def outputs(trace: Trace) -> list[dict[str, Any]]:
 
 def unregistered(trace: Trace, hooks: Hooks) -> list[dict[str, Any]]:
     """Trainable leaves that the outputs lead to and that no module registers."""
-    own = {*map(id, hooks.leaves.values()), *map(id, trace.inputs)}
-    found = {id(t): t for t in graph.leaves(o.node for o in trace.outputs) if id(t) not in own}
-    if not found:
+    known = {id(leaf) for leaf in hooks.leaves.values()}  # which the trace may not know yet
+    leaves = {key: tensor for key, tensor in trace.unregistered.items() if key not in known}
+    if not leaves:
         return []
     held = {key: (path, place) for key, path, place in _held(trace)}
     out = []
-    for key, tensor in found.items():
-        # A plain tensor that nobody holds was made in the forward, and is nobody's parameter.
-        if isinstance(tensor, nn.Parameter) or key in held:
-            path, place = held.get(key, (None, None))
-            out.append({"held": path, "where": place, "shape": list(tensor.shape)})
+    for key, tensor in leaves.items():
+        path, place = held.get(key, (None, None))
+        out.append({"held": path, "where": place, "shape": list(tensor.shape)})
     return out
 
 
@@ -308,12 +342,17 @@ def _held_in(value: Any, path: str, depth: int) -> Iterator[tuple[int, str]]:
             yield from _held_in(one, f"{path}[{key!r}]", depth + 1)
 
 
+def _guard(guard: tuple[str, int, frozenset[str]], run: ModuleRun) -> dict[str, Any]:
+    text, line, names = guard
+    return {"text": text[:200], "line": line, "none": sorted(names & set(run.none_arguments))}
+
+
 def _usage(usage: Usage | None) -> dict[str, Any] | None:
     return None if usage is None else {"by": usage.by, "line": source.place_of_line(usage.line)}
 
 
 def _cut(cut: Cut) -> dict[str, Any]:
-    return {**(_usage(cut) or {}), "leaves_torch": cut.leaves_torch}
+    return {**(_usage(cut) or {}), "leaves_torch": cut.leaves_torch, "grad_off": cut.grad_off}
 
 
 def _listed(values: list[Any]) -> list[Any]:
@@ -337,15 +376,26 @@ def _parent(run: ModuleRun) -> str:
     return run.names[0].rpartition(".")[0]
 
 
-def _shapes(run: ModuleRun) -> list[tuple[str, torch.Size]]:
-    return [(name, p.shape) for name, p in run.module.named_parameters()]
+def _is_beside(one: ModuleRun, other: ModuleRun) -> bool:
+    """Whether both stand in the same list."""
+    return _parent(one) == _parent(other) and all(run.names[0].rpartition(".")[2].isdigit() for run in (one, other))
+
+
+def _likeness(run: ModuleRun) -> Any:
+    return type(run.module), tuple((name, p.shape) for name, p in run.module.named_parameters())
+
+
+def _is_telling(module: nn.Module) -> bool:
+    """Whether a module of equal parameters is a copy of it: they are all here, not too large to look at, and not constant."""
+    parameters = list(module.parameters())
+    if any(type(p.data) is not torch.Tensor for p in parameters) or sum(p.numel() for p in parameters) > _MAX_COMPARED:
+        return False  # to look at a DTensor would be a collective
+    with torch.no_grad():
+        return any(p.numel() > 1 and bool((p != p.flatten()[0]).any()) for p in parameters)
 
 
 def _is_copy(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all their parameters are equal, and not only because each is constant."""
+    """Whether all their parameters are equal, and none is the same."""
     pairs = list(zip(one.parameters(), other.parameters(), strict=True))
-    if not pairs or sum(a.numel() for a, _ in pairs) > _MAX_COMPARED or any(a is b for a, b in pairs):
-        return False
     with torch.no_grad():
-        is_telling = any(a.numel() > 1 and bool((a != a.flatten()[0]).any()) for a, _ in pairs)
-        return is_telling and all(torch.equal(a, b) for a, b in pairs)
+        return all(a is not b for a, b in pairs) and all(torch.equal(a, b) for a, b in pairs)

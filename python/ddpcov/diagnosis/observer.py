@@ -46,6 +46,7 @@ class Observer:
         self._num_notes = self._num_evidence = 0
         self._current: evidence.Observed | None = None
         self._differentiated: list[Any] = []
+        self._derived: set[Any] = set()
         if mode == "off":
             self._note("diagnosis", {"off": "off"})
         else:
@@ -60,6 +61,8 @@ class Observer:
         """It ended, or autograd ran unseen. Whether it was a pass of this model, `pass_closed` has said before."""
         if self._current is not None:
             self._contain(self._drop_pass)
+        if self._trace is not None and run is not None and not run.is_backward:
+            self._derived.update(node for node in map(graph.root_of, run.given) if node is not None)
 
     def pass_closed(self, run: steps.EngineRun | None, step: int, *, is_new: bool) -> None:
         """It was a pass of this model, in that step, and the recorder has it; `is_new` if it had none like it before."""
@@ -112,6 +115,7 @@ class Observer:
         self._note_outputs()
         if self._trace is not None and not self._trace.is_inside:
             self._differentiated.clear()
+            self._derived.clear()
             self._trace.end_step()
             if self._quiet >= _QUIET and self._mode == "auto":
                 self._end_trace()
@@ -130,7 +134,7 @@ class Observer:
             return
         self._trace.begin_pass()
         roots = [node for node in map(graph.root_of, run.tensors) if node is not None]
-        self._current = evidence.Observed(roots, graph.Flow(roots), self._differentiated)
+        self._current = evidence.Observed(roots, graph.Flow(roots), self._differentiated, self._derived)
 
     def _drop_pass(self) -> None:
         current, self._current = self._current, None
@@ -154,7 +158,7 @@ class Observer:
     def _judge(self, run: steps.EngineRun | None, reached: frozenset[int], covered: frozenset[int]) -> None:
         trace, hooks = self._trace, self._hooks
         assert trace is not None
-        observed = self._current or evidence.Observed([], None, self._differentiated)
+        observed = self._current or evidence.Observed([], None, self._differentiated, self._derived)
         observed.reached, observed.covered = reached, covered
         for leaf in evidence.unregistered(trace, hooks):
             self._note("unregistered", leaf)

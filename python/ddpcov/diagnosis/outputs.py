@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 __all__ = ["paths", "searched_by_ddp"]
 
@@ -15,8 +17,11 @@ _MAX_DEPTH = 16
 _MAX_MEMBERS = 10_000
 
 
-def paths(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a return value, each once, with the path to it: `[1]`, `.aux`, `["mask"]`, or nothing at the top."""
+def paths(value: Any, unseen: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a return value, each once, with the path to it: `[1]`, `.aux`, `["mask"]`, or nothing at the top.
+
+    `unseen` is given the paths of what may hold more and cannot be looked into.
+    """
     seen: set[int] = set()
     left = _MAX_MEMBERS
     stack = [("", value, 0)]
@@ -30,9 +35,15 @@ def paths(value: Any) -> Iterator[tuple[str, Tensor]]:
             yield path, one
         elif depth < _MAX_DEPTH:
             members = list(_members(one))
+            if unseen is not None and not members and _may_hide(one):
+                unseen.append(path)
             if members:
                 seen.add(id(one))
             stack.extend((path + step, member, depth + 1) for step, member in reversed(members))
+        elif unseen is not None:
+            unseen.append(path)
+    if stack and unseen is not None:
+        unseen.append(stack[-1][0])
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
@@ -45,13 +56,21 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value))
     elif isinstance(value, Mapping):
         yield from ((f'["{k}"]' if isinstance(k, str) else f"[{k!r}]", v) for k, v in value.items())
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque, ValuesView)):
         yield from ((f"[{i}]", v) for i, v in enumerate(value))
     elif isinstance(value, (set, frozenset)):
         yield from ((f"{{{i}}}", v) for i, v in enumerate(value))
-    elif type(value).__module__.split(".")[0] not in ("builtins", "torch", "numpy", "functools", "collections"):
+    elif isinstance(value, Distribution) or type(value).__module__.split(".")[0] not in _CLOSED:
         names = [*getattr(value, "__dict__", ()), *_slots(type(value))]
         yield from ((f".{name}", getattr(value, name, None)) for name in names)
+
+
+_CLOSED = ("builtins", "torch", "numpy", "functools", "collections")
+
+
+def _may_hide(value: Any) -> bool:
+    """Whether it is code that holds tensors out of sight: a closure, a bound method, a generator."""
+    return callable(value) or isinstance(value, (Iterator, ItemsView, KeysView))
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -8,18 +8,20 @@ integers as sets; masks stand beside the tensors, under their ids, and go when t
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ddpcov.diagnosis import source
+from ddpcov.diagnosis import graph, source
 
 __all__ = ["Cut", "Reads", "Usage"]
 
@@ -28,10 +30,17 @@ _VALUELESS = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full"
     " new_empty_strided requires_grad_ retain_grad register_hook grad _grad grad_fn _base layout names is_leaf".split()
 )
+# Operations that take nothing but shape, type or place from all arguments but the first.
+_ALIKE = frozenset("type_as to expand_as view_as reshape_as".split())
+# They give the same values without a graph, which is no use of them yet.
+_LOOKING = frozenset(("data", "detach"))
 # What a value leaves torch by. A truth value steers the program and is no data.
 _LEAVING = frozenset("item tolist numpy __float__ __int__ __complex__ __index__ __array__ __dlpack__".split())
 # In-place operations that do not read what they overwrite.
 _OVERWRITING = frozenset("copy_ zero_ fill_ set_ normal_ uniform_ __set__ resize_ random_ bernoulli_ exponential_".split())
+
+
+_SET_GRAD: Any = torch._C._set_grad_enabled
 
 
 @dataclass
@@ -57,6 +66,8 @@ class Cut(Usage):
     leaves_torch: bool
     is_smooth: bool = False
     """Whether what it gave could have had a gradient: floating point, not an index or a truth value."""
+    grad_off: bool = False
+    """Whether gradient mode was off, which is then what cut it."""
     mask: int = 0
     """What went into it."""
 
@@ -79,9 +90,17 @@ class Reads(TorchFunctionMode):
         self._taint: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._left: dict[int, tuple[Any, int]] = {}
         self._has_views_written = False
+        self.is_transformed = False
+        """Whether `torch.func` was at work, inside which tensors come and go unseen."""
+        # What the program set. The forward of an autograd Function runs with gradient mode off besides, which nobody set.
+        self._grad_was_set = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, then looks at it."""
+        if torch.compiler.is_compiling():  # the compiler takes this function in, and must find nothing of ours in it
+            return func(*args, **(kwargs or {}))
+        if func is _SET_GRAD and _function_round(sys._getframe(1)) is None:
+            self._grad_was_set = bool(args[0])
         result = func(*args, **kwargs) if kwargs else func(*args)
         if self.failure is None and torch._C._current_graph_task_id() == -1:
             try:
@@ -111,10 +130,22 @@ class Reads(TorchFunctionMode):
         if self._has_views_written and tensor._is_view() and tensor._base is not None:
             entry = self._taint.get(id(tensor._base))
             mask |= entry[1] if entry is not None else 0
+        if not mask and tensor.grad_fn is not None:
+            mask = self._mask_of_unseen(tensor)
+        return mask
+
+    def _mask_of_unseen(self, tensor: Tensor) -> int:
+        """Of a tensor that an operation made which does not come by here (TorchScript, an extension): what its graph says."""
+        root = graph.root_of(tensor)
+        mask = graph.reach([root], self._bits, {}).get(root, 0)
+        for bit in _bits(mask):
+            self.with_grad.setdefault(bit, Usage("an operation that the trace does not see", None))
+        self._set(tensor, mask)
         return mask
 
     def _look_at(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = _name(func)
+        self.is_transformed = self.is_transformed or torch._C._functorch.peek_interpreter_stack() is not None
         made = [result] if isinstance(result, Tensor) else list(_tensors(result))
         is_writing = result is None and name in ("__setitem__", "__set__")
         is_leaving = not made and name in _LEAVING
@@ -123,14 +154,14 @@ class Reads(TorchFunctionMode):
         is_in_place = is_writing or (bool(args) and result is args[0])
         mask = read = 0
         needs_grad = False
-        for position, value in enumerate((*args, *kwargs.values()) if kwargs else args):
+        everything = args[:1] if name in _ALIKE else (*args, *kwargs.values()) if kwargs else args
+        for position, value in enumerate(everything):
             for tensor in (value,) if isinstance(value, Tensor) else _tensors(value):
                 is_target = position == 0 and is_in_place
                 if is_target and name in _OVERWRITING:
                     continue
-                own = self._mask(tensor)
-                mask |= own
-                if not is_target and id(tensor) in self._bits:
+                mask |= self._mask(tensor)
+                if not is_target and id(tensor) in self._bits and name not in _LOOKING:
                     read |= 1 << self._bits[id(tensor)]
                 needs_grad = needs_grad or (tensor.requires_grad and not is_target)
             if self._left and not isinstance(value, Tensor):
@@ -142,15 +173,17 @@ class Reads(TorchFunctionMode):
         if is_leaving:
             self._note_left(result, mask | self._cut(name, mask, leaves_torch=True, is_smooth=True))
             return
-        targets = [args[0]] if is_writing else made
-        if needs_grad and not any(t.requires_grad for t in targets):
-            is_smooth = any(t.is_floating_point() or t.is_complex() for t in targets)
-            mask |= self._cut(name, mask, leaves_torch=False, is_smooth=is_smooth)
-        for tensor in targets:
-            self._set(tensor, mask)
-            if is_in_place and tensor._is_view() and tensor._base is not None:
+        needs_grad = needs_grad or name == "detach_"
+        for tensor in [args[0]] if is_writing else made:
+            own = mask
+            if needs_grad and not tensor.requires_grad:
+                is_smooth = tensor.is_floating_point() or tensor.is_complex()
+                own |= self._cut(name, mask, leaves_torch=False, is_smooth=is_smooth)
+            self._set(tensor, own)
+            if is_in_place:
                 self._has_views_written = True
-                self._set(tensor._base, mask | self._mask(tensor._base))
+                if tensor._is_view() and tensor._base is not None:
+                    self._set(tensor._base, own | self._mask(tensor._base))
 
     def _set(self, tensor: Tensor, mask: int) -> None:
         key, taint = id(tensor), self._taint
@@ -166,12 +199,15 @@ class Reads(TorchFunctionMode):
             taint[key] = weakref.ref(tensor, forget), mask
 
     def _cut(self, name: str, mask: int, *, leaves_torch: bool, is_smooth: bool) -> int:
+        grad_off = not torch.is_grad_enabled()
+        if grad_off and not leaves_torch and _function_round(sys._getframe(3)) is not None:
+            return 0  # everything looks cut there; whether it is, the Function's own node says
         line = source.caller(sys._getframe(3))
         key = (name, *(line or ()))
         index = self._known_cuts.get(key)
         if index is None:
             index = self._known_cuts[key] = len(self.cuts)
-            self.cuts.append(Cut(name, line, leaves_torch, is_smooth))
+            self.cuts.append(Cut(name, line, leaves_torch, is_smooth, grad_off))
         self.cuts[index].mask |= mask
         return 1 << (self._first_cut + index)
 
@@ -202,24 +238,54 @@ class Reads(TorchFunctionMode):
                 known[bit] = Usage(name, source.caller(sys._getframe(3)))
 
     def _note_in_function(self, read: int, name: str) -> None:
-        frame: FrameType | None = sys._getframe(3)
-        ctx = None
-        while frame is not None:
-            # The forward of an autograd Function is known by its first argument, which is the node that it will be.
-            if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
-                ctx = frame.f_locals.get(frame.f_code.co_varnames[0])
-                if isinstance(ctx, torch.autograd.function.FunctionCtx):
-                    break
-            frame = frame.f_back
-        if frame is None:
+        found = _function_round(sys._getframe(3)) if self._grad_was_set else None
+        if found is None:
             return
-        needs_grad = any(getattr(ctx, "needs_input_grad", ()))
-        self.hidden[ctx] = self.hidden.get(ctx, 0) | read
-        for bit in _bits(read):
+        frame, function, ctx = found
+        arguments = _arguments(frame)
+        needs_grad = any(t.requires_grad for t in arguments) if ctx is None else any(ctx.needs_input_grad)
+        given = sum_masks(1 << self._bits[id(t)] for t in arguments if id(t) in self._bits)
+        for bit in _bits(read & given) if needs_grad else ():  # the Function's own node leads to it
+            self.with_grad.setdefault(bit, Usage(function, source.caller(frame)))
+        if ctx is not None and read & ~given:
+            self.hidden[ctx] = self.hidden.get(ctx, 0) | (read & ~given)
+        for bit in _bits(read & ~given):
             known = self.in_function.get(bit)
             if known is None or (needs_grad and not known.needs_grad):
-                function = type(ctx).__name__.removesuffix("Backward")
                 self.in_function[bit] = InFunction(function, source.caller(frame), needs_grad)
+
+
+def _arguments(frame: FrameType) -> list[Tensor]:
+    """The tensors that a function was given."""
+    code = frame.f_code
+    number = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    return list(_tensors([frame.f_locals.get(name) for name in code.co_varnames[:number]]))
+
+
+def _function_round(frame: FrameType | None) -> tuple[FrameType, str, Any] | None:
+    """The forward of an autograd Function that is being run: its frame, the Function's name, and its ctx if it has one."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward":
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return frame, type(first).__name__.removesuffix("Backward"), first
+            if (name := _functions_without_ctx(code)) is not None:
+                return frame, name, None
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=512)
+def _functions_without_ctx(code: CodeType) -> str | None:
+    """The Function whose forward this is the code of, if it is one that has a `setup_context`."""
+    kinds = list(torch.autograd.Function.__subclasses__())
+    while kinds:
+        kind = kinds.pop()
+        if getattr(kind.forward, "__code__", None) is code:
+            return kind.__name__
+        kinds += kind.__subclasses__()
+    return None
 
 
 def sum_masks(masks: Iterable[int]) -> int:

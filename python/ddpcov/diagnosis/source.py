@@ -26,11 +26,13 @@ Line = tuple[CodeType, int]
 _PYTHON = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _NOT_CALLING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
+_TYPED = ("<string>", "<stdin>", "<ipython")
+
 
 @functools.cache
 def _rank(filename: str) -> int:
     """0 for a user's file, 1 for an installed library's, 2 for torch, Python and ddpcov itself."""
-    if filename.startswith(_NOT_CALLING) or filename.startswith("<"):
+    if filename.startswith(_NOT_CALLING) or (filename.startswith("<") and not filename.startswith(_TYPED)):
         return 2
     if "site-packages" in filename or "dist-packages" in filename:
         return 1
@@ -91,12 +93,16 @@ def spelled(name: str, root: Any) -> str:
     return out
 
 
-@functools.lru_cache(maxsize=256)
 def _parsed(function: Any) -> tuple[ast.AST, CodeType] | None:
     """The syntax tree of a function, with the line numbers of its file."""
-    code = getattr(function, "__code__", None)
+    return _parsed_code(getattr(function, "__code__", None))
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed_code(code: CodeType | None) -> tuple[ast.AST, CodeType] | None:
+    # By the code alone: a function that is bound to a module would keep it alive.
     try:
-        lines, first = inspect.getsourcelines(function)
+        lines, first = inspect.getsourcelines(code)  # type: ignore[arg-type]
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
@@ -105,43 +111,74 @@ def _parsed(function: Any) -> tuple[ast.AST, CodeType] | None:
 
 
 def _self_attributes(tree: ast.AST, attribute: str) -> Iterator[ast.Attribute]:
+    """Where the first argument of a method, whatever its name, is asked for the attribute."""
+    function = next((n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))), None)
+    arguments = [*function.args.posonlyargs, *function.args.args] if function is not None else []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.value, ast.Name):
-            yield node
+            if not arguments or node.value.id == arguments[0].arg:
+                yield node
 
 
-def mentions(function: Any, attribute: str) -> dict[str, Any] | None:
-    """The first place where the function speaks of `….attribute`."""
-    parsed = _parsed(inspect.unwrap(function))
-    nodes = sorted(n.lineno for n in _self_attributes(parsed[0], attribute)) if parsed else []
-    return _place(parsed[1], nodes[0], getattr(function, "__qualname__", None)) if parsed and nodes else None
-
-
-def guard(function: Any, attribute: str) -> tuple[str, int, frozenset[str]] | None:
-    """The condition round the first mention of `….attribute`: its text, its line, and the names in it."""
+def mentions(function: Any, attribute: str, owner: Any = None) -> dict[str, Any] | None:
+    """The first place where the function speaks of `self.attribute`; else a method of `owner` that the function calls."""
     parsed = _parsed(inspect.unwrap(function))
     if parsed is None:
         return None
+    tree, code = parsed
+    lines = sorted(n.lineno for n in _self_attributes(tree, attribute))
+    if lines:
+        return _place(code, lines[0], getattr(function, "__qualname__", None))
+    for call in ast.walk(tree) if owner is not None else ():
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            method = getattr(type(owner), call.func.attr, None)
+            if inspect.isfunction(method) and (found := mentions(method, attribute)) is not None:
+                return found
+    return None
+
+
+def guard(function: Any, attribute: str) -> tuple[str, int, frozenset[str]] | None:
+    """What must hold for the first mention of `self.attribute` to run: text, line, and the names that must not be None."""
+    parsed = _parsed(inspect.unwrap(function))
+    if parsed is None:
+        return None
+    wanted = {id(node) for node in _self_attributes(parsed[0], attribute)}
     found: list[tuple[str, int, frozenset[str]]] = []
 
-    def visit(node: ast.AST, condition: ast.expr | None) -> None:
-        if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.value, ast.Name):
+    def visit(node: ast.AST, condition: tuple[ast.expr, bool] | None) -> None:
+        if id(node) in wanted:
             if condition is not None and not found:
-                names = frozenset(n.id for n in ast.walk(condition) if isinstance(n, ast.Name))
-                found.append((ast.unparse(condition), condition.lineno, names))
+                test, is_met = condition
+                text = ast.unparse(test if is_met else ast.UnaryOp(ast.Not(), test))
+                found.append((text, test.lineno, frozenset(_not_none(test, is_met))))
             return
         if isinstance(node, (ast.If, ast.IfExp, ast.While)):
             visit(node.test, condition)
-            inside = node.body if isinstance(node.body, list) else [node.body]
-            outside = node.orelse if isinstance(node.orelse, list) else [node.orelse]
-            for child in (*inside, *outside):
-                visit(child, node.test)
+            parts: list[tuple[bool, Any]] = [(True, node.body), (False, node.orelse)]
+            for is_met, part in parts:
+                for child in part if isinstance(part, list) else [part]:
+                    visit(child, (node.test, is_met))
             return
         for child in ast.iter_child_nodes(node):
             visit(child, condition)
 
     visit(parsed[0], None)
     return found[0] if found else None
+
+
+def _not_none(test: ast.expr, is_met: bool) -> Iterator[str]:
+    """Names that cannot be None where the test comes out so."""
+    if isinstance(test, ast.Name) and is_met:
+        yield test.id
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _not_none(test.operand, not is_met)
+    elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if is_met else ast.Or):
+        for part in test.values:
+            yield from _not_none(part, is_met)
+    elif isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and len(test.ops) == 1:
+        other, operation = test.comparators[0], test.ops[0]
+        if isinstance(other, ast.Constant) and other.value is None and isinstance(operation, ast.IsNot if is_met else ast.Is):
+            yield test.left.id
 
 
 def set_in_init(module_class: type, attribute: str) -> dict[str, Any] | None:

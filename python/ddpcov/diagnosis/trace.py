@@ -11,12 +11,13 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from ddpcov import wrappers
@@ -42,8 +43,10 @@ class ModuleRun:
     """Who called it first from where gradient mode was on, with gradient mode off."""
     none_arguments: tuple[str, ...] = ()
     """Arguments of its forward that were None in the first call."""
-    carried: int = 0
-    """Mask of what its outputs carried."""
+    carried: dict[str, int] = field(default_factory=dict)
+    """Path of each of its outputs → mask of what it carried."""
+    has_raised: bool = False
+    """Whether its forward ended by an exception."""
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -56,7 +59,8 @@ class Output:
     needs_grad: bool
     is_found: bool | None
     """Whether DDP's search finds it; unknown without DDP."""
-    node: Any
+    leads: int
+    """Mask of the parameters that its graph leads to."""
     mask: int
     got_gradient: bool = False
     """Whether one arrived in the pass that is under way, or ended last."""
@@ -113,14 +117,22 @@ class Trace:
         """Forgets the step that ended."""
         self.reads = Reads(self._bits)
         self.outputs: list[Output] = []
-        self.inputs: list[Tensor] = []
-        """Leaves that need a gradient among the arguments of the forwards."""
+        self.unregistered: dict[int, Tensor] = {}
+        """Leaves that the outputs lead to, and neither the model nor what the forwards were given."""
+        self.unseen: list[str] = []
+        """Outputs that could not be looked into."""
         self.num_forwards = 0
+        self._given: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}
+        self._caller: source.Line | None = None
+        self._hidden_calls: str | None = None
         self._stack: list[tuple[ModuleRun, bool]] = []
         self._thread: int | None = None
         self._output_handles: list[RemovableHandle] = []
         for run in self.runs.values():
-            run.calls = run.grad_calls = run.carried = 0
+            run.calls = run.grad_calls = 0
+            run.carried = {}
+            run.has_raised = False
             run.line = run.nograd_line = None
             run.none_arguments = ()
 
@@ -145,6 +157,8 @@ class Trace:
         failure = self.reads.failure
         if self._blind is None and failure is None and self.num_forwards == 0:
             return "no forward of the model was seen: it was compiled, or ran before the trace began"
+        if self._blind is None and failure is None and self._hidden_calls is not None:
+            return self._hidden_calls
         return self._blind if failure is None else f"the trace broke off ({type(failure).__name__}: {failure})"
 
     @property
@@ -162,6 +176,19 @@ class Trace:
         """No output has received a gradient yet in the pass that begins."""
         for output in self.outputs:
             output.got_gradient = False
+
+    def _is_evaluation(self, run: ModuleRun, has_grad: bool) -> bool:
+        """Whether it is a forward of the whole model that no training can follow."""
+        return not has_grad and not run.module.training and "" in run.names
+
+    def _plain_tensors(self) -> Iterator[Tensor]:
+        """Trainable tensors that modules keep in plain attributes."""
+        for run in self.runs.values():
+            for value in vars(run.module).values():
+                if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                    yield value
+                elif isinstance(value, (list, tuple)):
+                    yield from (t for t in value if isinstance(t, Tensor) and t.requires_grad and t.is_leaf)
 
     # Hooks.
 
@@ -183,6 +210,7 @@ class Trace:
         if self._is_stopped or self.reads.failure is not None or torch._C._current_graph_task_id() != -1:
             return  # inside the engine: a checkpoint computes once more what was seen already
         if self._thread is not None and self._thread != threading.get_ident():
+            self._hidden_calls = "modules ran in other threads, which were not watched"
             return
         try:
             action()
@@ -191,6 +219,10 @@ class Trace:
 
     def _enter(self, run: ModuleRun, optional: list[tuple[int, str, bool]], args: Any, kwargs: Any) -> None:
         has_grad = torch.is_grad_enabled()
+        if not self._stack and (self._is_evaluation(run, has_grad) or isinstance(run.module, ParametrizationList)):
+            return
+        if any(p is not None and id(p) not in self._bits for p in run.module._parameters.values()):
+            self._hidden_calls = "other tensors stood in for the parameters (functional_call), or some were made in the forward"
         run.calls += 1
         run.grad_calls += has_grad
         is_outermost = not self._stack
@@ -206,7 +238,11 @@ class Trace:
         self._stack.append((run, has_grad))
         if is_outermost:
             self._thread = threading.get_ident()
-            self.inputs += (t for _, t in outputs.paths((args, kwargs)) if t.requires_grad and t.is_leaf)
+            self._caller = source.caller(sys._getframe(3))
+            given = [t for _, t in outputs.paths((args, kwargs)) if t.requires_grad]
+            leaves = graph.leaves(graph.root_of(t) for t in given if t.grad_fn is not None)
+            self._given.update((id(t), t) for t in (*(t for t in given if t.is_leaf), *leaves))
+            self._held = {id(t): t for t in self._plain_tensors()}
             if self._blind is None:
                 self.reads.__enter__()  # type: ignore[no-untyped-call]
 
@@ -217,11 +253,15 @@ class Trace:
         del self._stack[depth:]  # those that an exception left behind too
         if not self._stack:
             self._leave_mode()
-        if output is None:
-            return
-        run.carried |= self.reads.mask_of(output if isinstance(output, (Tensor, tuple, list, dict)) else _plain(output))
         if not self._stack:
             self.num_forwards += 1
+        if output is None:
+            run.has_raised = run.has_raised or sys.exc_info()[0] is not None
+            return
+        for path, tensor in [("", output)] if isinstance(output, Tensor) else outputs.paths(output):
+            if mask := self.reads.mask_of(tensor):
+                run.carried[path] = run.carried.get(path, 0) | mask
+        if not self._stack:
             self._note_outputs(run, output)
 
     def _leave_mode(self) -> None:
@@ -236,15 +276,24 @@ class Trace:
     def _note_outputs(self, run: ModuleRun, value: Any) -> None:
         prefix = "" if "" in run.names else f"{source.spelled(run.names[0], self.model)}(…)"
         found = outputs.searched_by_ddp(value) if id(run.module) in self._inner else None
-        for path, tensor in outputs.paths(value):
+        tensors = list(outputs.paths(value, self.unseen))
+        # Walked now: to keep the nodes until a backward pass would keep the graphs of forwards that none follows.
+        roots = [graph.root_of(tensor) for _, tensor in tensors]
+        masks = graph.reach(roots, self._bits, self.reads.hidden)
+        for leaf in graph.leaves(roots):
+            is_ours = id(leaf) in self._bits or id(leaf) in self._given
+            if not is_ours and (isinstance(leaf, nn.Parameter) or id(leaf) in self._held):
+                self.unregistered[id(leaf)] = leaf
+        for (path, tensor), root in zip(tensors, roots, strict=True):
             if len(self.outputs) >= _MAX_OUTPUTS:
+                self.unseen.append(path)
                 return
             output = Output(
                 path=prefix + path,
-                caller=run.line,
+                caller=self._caller,
                 needs_grad=tensor.requires_grad,
                 is_found=None if found is None else id(tensor) in found,
-                node=graph.root_of(tensor) if tensor.requires_grad else None,
+                leads=masks.get(root, 0) | (1 << self._bits[id(tensor)] if id(tensor) in self._bits else 0),
                 mask=self.reads.mask_of(tensor),
                 forward=self.num_forwards,
             )
@@ -276,17 +325,14 @@ def _receiver(output: Output) -> Callable[[Any], None]:
     return receive
 
 
-def _plain(value: Any) -> list[Tensor]:
-    return [tensor for _, tensor in outputs.paths(value)]
-
-
 def _optional_arguments(module: nn.Module) -> list[tuple[int, str, bool]]:
     """Position, name and whether None is the default, of each argument of the forward."""
     own = vars(module).get("forward")
-    return _arguments(own, 0) if own is not None else _arguments(type(module).forward, 1)
+    # Only what belongs to a class is kept: a forward of one module's own would keep the module alive.
+    return _arguments.__wrapped__(own, 0) if own is not None else _arguments(type(module).forward, 1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _arguments(forward: Any, num_bound: int) -> list[tuple[int, str, bool]]:
     with contextlib.suppress(TypeError, ValueError):
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -37,11 +37,13 @@ class Cause:
     """What stands for `MODULE` in the texts, as Python reaches it from the model."""
     twin: str = field(default="", compare=False)
     """What stands for `TWIN`."""
+    reads: tuple[str, ...] = field(default=(), compare=False)
+    """Where it was read, which may differ among parameters that share the cause."""
 
 
 def cause_of(known: Known, blind: str | None) -> Cause:
     """The cause that the evidence proves; DDC100 where it proves none."""
-    for rule in _RULES:
+    for rule in () if known.get("has_raised") else _RULES:
         if (cause := rule(known, blind)) is not None:
             return cause
     return _not_established(known, blind)
@@ -70,59 +72,59 @@ def _gradient_vanished(known: Known, blind: str | None) -> Cause | None:
     )
 
 
+def _independent(known: Known, blind: str | None) -> Cause | None:
+    """DDC111: in the graph that `autograd.grad` went through, and not in that of the loss, which is made of the result."""
+    if not known["differentiated"] or known["in_loss"] or any(got for _, got in known["leading"]):
+        return None
+    return Cause(
+        "DDC111",
+        "The loss does not depend on it: the loss is made of a gradient (autograd.grad with create_graph=True) that is the"
+        " same whatever its value.",
+        (
+            "it is in the graph that autograd.grad went through",
+            "the loss is made of what autograd.grad gave, and its graph does not lead to it",
+        ),
+        as_place(known.get("forward")),
+        "Add the term that does depend on it to the same loss (one backward pass for the loss and its penalty), or leave it"
+        " out of what this pass trains.",
+    )
+
+
 def _not_in_loss(known: Known, blind: str | None) -> Cause | None:
-    """DDC105 and DDC111: the graph leads from outputs to it, and none of them received a gradient."""
+    """DDC105: the graph leads from outputs to it, and none of them received a gradient."""
     leading = known["leading"]
     if not leading or any(got for _, got in leading):
         return None
     if known["in_loss"] and not known["reached"]:
         return None  # backward(inputs=…): the loss does depend on it
-    paths = [path for path, _ in leading]
-    where = as_place(known.get("forward"))
-    if known["differentiated"] and not known["in_loss"]:
-        return Cause(
-            "DDC111",
-            "The loss does not depend on it: the loss is made of a gradient (autograd.grad with create_graph=True) that is the"
-            " same whatever its value.",
-            (
-                f"it is in the graph that autograd.grad went through, from {_outputs(paths)}",
-                "it is not in the graph of the loss, which leads to others that autograd.grad went through",
-            ),
-            where,
-            "Add the term that does depend on it to the same loss (one backward pass for the loss and its penalty), or leave it"
-            " out of what this pass trains.",
-        )
-    one = _outputs(paths)
+    one = _outputs([path for path, _ in leading])
     return Cause(
         "DDC105",
-        f"It leads only to {one} of the forward, and no gradient arrived there: the loss does not use it.",
-        (f"the graph leads from {one} to it", f"no gradient arrived at {one} in the pass", *_read_line(known)),
-        where,
+        f"It leads only to {one} of the forward, and no gradient arrived there: the loss does not use it, or only detached.",
+        (f"the graph leads from {one} to it", f"no gradient arrived at {one} in the pass"),
+        as_place(known.get("forward")),
         f"Use {one} in the loss, or do not compute it.",
+        reads=_read_line(known),
     )
 
 
 def _never_called(known: Known, blind: str | None) -> Cause | None:
     """DDC101: its module never ran, and nothing read it. The texts hold for each module of which the same is known."""
     never = known.get("never_ran")
-    if blind or known["calls"] != 0 or never is None or known["in_loss"]:
+    if blind or known["calls"] != 0 or never is None or known["in_loss"] or known["carrying"] or known["leading"]:
         return None
-    suspicion, twin = "", ""
-    evidence = [f"{MODULE} ran 0 times, and no operation read the parameter"]
+    twin = ""
+    evidence = [f"{MODULE} ran 0 times, and no operation of the forward read the parameter"]
     if partly := never.get("partly"):
         mention = as_place(partly["mention"])
         calls = f", which calls it{_at(mention)}," if mention else ""
         evidence.append(f"the forward of {partly['class']}{calls} did not run; parts of it were called on their own")
     if "ancestor" in never:
         mention, name = as_place(never["mention"]), never["attribute"]
-        says = f"mentions {name!r} in line {mention.line}" if mention else "nowhere mentions it"
+        says = f"mentions {name!r}{_at(mention)}" if mention else "nowhere mentions it"
         evidence.append(f"the forward of {never['ancestor_class']} ran, and {says}")
-    if guard := never.get("guard"):
-        evidence.append(f"there it stands under the condition `{guard['text']}` (line {guard['line']})")
-        if guard["none"]:
-            missing = ", ".join(guard["none"])
-            evidence.append(f"argument {missing} of the forward was None")
-            suspicion = f"Pass {missing} to the forward: without it `{guard['text']}` (line {guard['line']}) skips {MODULE}."
+    guarded, suspicion = _guarded(never.get("guard"), MODULE)
+    evidence += guarded
     if "twice" in never:
         twin = never["twice"]
         evidence.append(f"{TWIN}, of the same class and shapes, ran more than once")
@@ -138,33 +140,47 @@ def _never_called(known: Known, blind: str | None) -> Cause | None:
         as_place(never["where"]),
         f"Call {MODULE} as a whole, or delete what only its forward uses."
         if never.get("is_used")
-        else f"Call {MODULE}, or delete it (put torch.nn.Identity() in its place).",
+        else f"Call {MODULE}, or delete what is not needed (put torch.nn.Identity() in its place).",
         suspicion,
-        never["spelled"],
+        never["spelled"] or "the model",
         twin,
     )
 
 
 def _not_read(known: Known, blind: str | None) -> Cause | None:
     """DDC102, and DDC103 where its module ran with gradient mode off only: it ran, and read nothing of the parameter."""
-    if blind or not known["calls"] or known["read"] or known["read_without_grad"] or known["in_loss"] or known["leading"]:
+    was_used = known["read"] or known["read_without_grad"] or known.get("in_function") or known["carrying"]
+    if blind or not known["calls"] or was_used or known["in_loss"] or known["leading"]:
         return None
     if not known["grad_calls"]:
         return _grad_mode_off(known)
     mention = as_place(known.get("mention"))
+    guarded, suspicion = _guarded(known.get("guard"), "it")
     return Cause(
         "DDC102",
-        "Its module ran, and no operation read the parameter.",
+        "Its module ran, and no operation of the forward read the parameter.",
         (
             "the module ran with gradient mode on",
             "no operation of the forward took it as an argument",
-            f"the module's forward mentions it in line {mention.line}"
-            if mention
-            else "the module's forward does not mention it",
+            "the module's forward " + (f"mentions it{_at(mention)}" if mention else "does not mention it"),
+            *guarded,
         ),
         as_place(known.get("declared")),
-        "Use it in the module's forward, or delete it; a constant belongs in a buffer (register_buffer).",
+        "Let the module's forward read it, or delete it; a constant belongs in a buffer (register_buffer).",
+        suspicion,
     )
+
+
+def _guarded(guard: Known | None, what: str) -> tuple[list[str], str]:
+    """Under which condition a forward uses `what`: evidence, and what to look at first if an argument was not given."""
+    if not guard:
+        return [], ""
+    evidence = [f"there it stands under the condition `{guard['text']}` (line {guard['line']})"]
+    if not guard["none"]:
+        return evidence, ""
+    missing = ", ".join(guard["none"])
+    evidence.append(f"argument {missing} of the forward was None")
+    return evidence, f"Pass {missing} to the forward: without it `{guard['text']}` (line {guard['line']}) skips {what}."
 
 
 def _without_grad(known: Known, blind: str | None) -> Cause | None:
@@ -199,10 +215,13 @@ def _grad_mode_off(known: Known) -> Cause:
 def _in_a_function(known: Known, blind: str | None) -> Cause | None:
     """DDC110, and DDC104 for other Functions: read inside an autograd Function that was not given it."""
     inside = known.get("in_function")
-    if blind or inside is None or known["read"] or known["leading"] or known["in_loss"]:
+    if blind or inside is None or known["read"] or known["reached"]:
         return None
     name = inside["by"]
-    if inside["needs_grad"]:
+    ran_back = known["in_loss"] or known["carrying"] or any(got for _, got in known["leading"])
+    if inside["needs_grad"] and ("Checkpoint" in name or not ran_back):
+        return None  # a checkpoint leads to what it read; of another Function that never ran back nothing is proved
+    if not inside["needs_grad"] and (known["leading"] or known["in_loss"]):
         return None
     if "Checkpoint" in name:
         return Cause(
@@ -234,19 +253,47 @@ def _cut_off(known: Known, blind: str | None) -> Cause | None:
         return None
     first = cuts[0]
     lost = "left torch at" if first["leaves_torch"] else "went on without its graph at"
+    off = ", while gradient mode was off" if first.get("grad_off") and not first["leaves_torch"] else ""
     outputs = _outputs(known["carrying"])
     return Cause(
         "DDC104",
-        f"Its value {lost} {_operation(first['by'])}{_in_line(first)}, and goes into {outputs} that way only.",
+        f"Its value {lost} {_operation(first['by'])}{_in_line(first)}{off}, and goes into {outputs} that way only.",
         (
-            *_read_line(known),
             *(f"cut by {_operation(cut['by'])}{_in_line(cut)}" for cut in cuts),
             *_carrying(known),
             "the graph leads from no output to it",
         ),
         as_place(first["line"]),
-        _mend_cut(first["by"]),
+        "If it is to be trained, take this operation out of the no_grad block." if off else _mend_cut(first["by"]),
+        reads=_read_line(known),
     )
+
+
+def _left_torch(known: Known, blind: str | None) -> Cause | None:
+    """DDC104: its value left torch as an array, and its graph gets to no output. What became of the array is not followed."""
+    left = [cut for cut in known.get("left_torch") or () if cut["by"] in _ARRAYS]
+    if blind or not left or _is_open(known):
+        return None
+    return Cause(
+        "DDC104",
+        f"Its value left torch at {_operation(left[0]['by'])}{_in_line(left[0])}; whatever comes of it has no graph.",
+        (
+            *(f"cut by {_operation(cut['by'])}{_in_line(cut)}" for cut in left),
+            "the graph leads from no output to it; what became of the array was not followed",
+        ),
+        as_place(left[0]["line"]),
+        _mend_cut(left[0]["by"]),
+        reads=_read_line(known),
+    )
+
+
+_ARRAYS = ("numpy", "__array__", "__dlpack__")
+
+
+def _is_open(known: Known) -> bool:
+    """Whether something may still lead to it: an output, the loss, or an output that could not be looked into."""
+    is_unsure = known.get("unseen") or known.get("is_transformed") or not known["has_outputs"]
+    return bool(known["leading"] or known["carrying"] or known["in_loss"] or is_unsure)
 
 
 def _mend_cut(by: str) -> str:
@@ -263,28 +310,45 @@ def _mend_cut(by: str) -> str:
 
 def _discarded(known: Known, blind: str | None) -> Cause | None:
     """DDC106: computed with gradient, and neither graph nor value gets to any output."""
-    if blind or not known["read"] or known["leading"] or known["carrying"] or known["in_loss"] or not known["has_outputs"]:
+    inside = known.get("in_function")
+    read = known["read"] or (inside if inside and inside["needs_grad"] else None)
+    if blind or not read or _is_open(known):
         return None
     to = known.get("carried_to")
-    line = as_place(to["line"]) if to else as_place(known["read"]["line"])
-    what = f"The result of {to['module'] or 'the model'}" if to else "What was computed with it"
-    left = [f"a number computed from it left torch by {cut['by']}{_in_line(cut)}" for cut in known.get("left_torch") or ()]
+    line = as_place(to["line"]) if to else as_place(read["line"])
+    what = _result(to) if to else "What was computed with it"
+    left = [
+        f"a number of it left torch at `{cut['by']}`{_in_line(cut)}, and was not followed"
+        for cut in known.get("left_torch") or ()
+    ]
     return Cause(
         "DDC106",
-        f"{what} is discarded: it was computed with gradient and reaches no output of the forward.",
+        f"{what[0].upper()}{what[1:]} is discarded: it was computed with gradient and reaches no output of the forward.",
         (
-            *_read_line(known),
-            *([f"its value got as far as the outputs of {to['module'] or 'the model'}, called{_at(line)}"] if to else []),
-            "neither the graph nor its value gets to an output of the forward",
+            *([f"its value got as far as {_result(to)}, called{_at(line)}"] if to else []),
+            "neither the graph nor a tensor of its value gets to an output of the forward",
             *left,
         ),
         line,
         "Return or use the result, or do not compute it.",
+        reads=_read_line(known),
     )
+
+
+def _result(to: Known) -> str:
+    paths = [path for path in to.get("paths", ()) if path]
+    module = to["module"] or "the model"
+    return f"what {module} gives at {', '.join(paths[:4])}" if paths else f"the result of {module}"
 
 
 def _not_established(known: Known, blind: str | None) -> Cause:
     ruled_out = [blind] if blind else []
+    if known.get("has_raised"):
+        ruled_out.append("the forward of its module ended by an exception")
+    if known.get("is_transformed"):
+        ruled_out.append("torch.func (vmap, grad) was at work, and what became of values in it was not seen")
+    if known.get("unseen"):
+        ruled_out.append(f"{_outputs(known['unseen'])} could not be looked into")
     if known["calls"]:
         ruled_out.append("its module ran")
     ruled_out += _read_line(known)
@@ -299,7 +363,18 @@ def _not_established(known: Known, blind: str | None) -> Cause:
     return Cause("DDC100", "Cause not established.", tuple(ruled_out))
 
 
-_RULES = (_gradient_vanished, _not_in_loss, _never_called, _not_read, _without_grad, _in_a_function, _cut_off, _discarded)
+_RULES = (
+    _gradient_vanished,
+    _independent,
+    _not_in_loss,
+    _never_called,
+    _not_read,
+    _without_grad,
+    _in_a_function,
+    _cut_off,
+    _left_torch,
+    _discarded,
+)
 
 
 def _at(place: Place | None) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ddpcov.diagnosis.facts import Facts, Profile
 from ddpcov.diagnosis.rules.causes import Cause
-from ddpcov.report import some
 
 __all__ = ["Pattern", "fix", "freezing", "pattern_of"]
 
@@ -85,7 +84,7 @@ def freezing(facts: Facts, names: tuple[str, ...]) -> str:
     if all(tails) and set(names) == {p.name for p in facts.parameters if p.trainable and p.name.endswith(tuple(tails))}:
         chosen = f"if name.endswith({tuple(tails)!r})"
     else:
-        chosen = f"if name in {{{some([repr(n) for n in names], _MAX_LISTED)}}}"
+        chosen = f"if name in {{{', '.join(map(repr, names))}}}"
     return f"[p.requires_grad_(False) for name, p in model.named_parameters() {chosen}]"
 
 
@@ -98,10 +97,11 @@ def _tail(name: str) -> str:
 
 def _wholes(facts: Facts, names: tuple[str, ...]) -> list[tuple[str, bool]]:
     """The outermost modules of which these are all that is trained (true), and what parameters are left (false)."""
-    ours, others = set(names), set()
+    ours = set(names)
+    others: set[str] = set()
     for parameter in facts.parameters:
         if parameter.trainable and parameter.name not in ours:
-            others.update(_prefixes(parameter.name))
+            others.update(prefix for name in (parameter.name, *parameter.aliases) for prefix in _prefixes(name))
     found: dict[tuple[str, bool], None] = {}
     for name in names:
         whole = next((prefix for prefix in _prefixes(name) if prefix not in others), None)

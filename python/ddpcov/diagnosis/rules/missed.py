@@ -5,7 +5,7 @@ A step that broke off proves what was covered in it and nothing about what was m
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 from ddpcov import _core
@@ -126,10 +126,11 @@ def _filled(cause: Cause, alike: list[Cause]) -> Cause:
     def fill(text: str) -> str:
         return text.replace(MODULE, modules).replace(TWIN, twins)
 
+    reads = list(dict.fromkeys(text for one in alike for text in one.reads))
     return replace(
         cause,
         message=fill(cause.message),
-        evidence=tuple(map(fill, cause.evidence)),
+        evidence=(*map(fill, cause.evidence), *([some(reads, 3)] if reads else ())),
         mend=fill(cause.mend),
         suspicion=fill(cause.suspicion),
     )
@@ -158,8 +159,13 @@ class _Causes:
         if not told:
             return self._unknown(), explained
         established = {step: cause for step, cause in told.items() if cause.code != "DDC100"}
-        cause = next(iter((established or told).values()))
-        others = {other.code: step for step, other in told.items() if other.code not in (cause.code, "DDC100")}
+        codes = Counter(cause.code for cause in (established or told).values())
+        commonest = codes.most_common(1)[0][0]  # of equals, the first
+        cause = next(cause for cause in told.values() if cause.code == commonest)
+        others: dict[str, int] = {}
+        for step, other in established.items():
+            if other.code != cause.code:
+                others.setdefault(other.code, step)
         alike = [step for step, other in told.items() if other.code == cause.code]
         evidence = [*cause.evidence]
         if len(told) < count(explained):
