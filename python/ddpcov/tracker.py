@@ -61,7 +61,9 @@ def track(
         sync_check: every so many steps, just before an optimizer steps, find the parameters whose gradients are not equal on
             all ranks. Ranks compare fingerprints in a group of their own, and never wait long for one that does not come.
             Sharded models are not checked.
-        diagnose, rows, stall_after, guard: kinds of observation that this version does not make yet.
+        diagnose: `"auto"` traces the first steps, and those after a new coverage pattern, to establish why a parameter is
+            missed; `"always"` traces every step; `"off"` none.
+        rows, stall_after, guard: kinds of observation that this version does not make yet.
             It says so when one is asked for, and records coverage all the same.
 
     Raises:

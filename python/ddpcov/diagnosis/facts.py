@@ -59,7 +59,7 @@ class Lane:
         """What traced passes showed of the parameters that they left without a gradient, each with its step."""
         written: list[dict[str, Any]] = []
         for note in self.noted.get("evidence", ()):
-            if "groups" in note:
+            if isinstance(note.get("groups"), list):
                 written.append(note)
             again = note.get("again", len(written) - 1)
             if isinstance(again, int) and 0 <= again < len(written):

@@ -68,8 +68,11 @@ def missed_for_good(facts: Facts, profile: Profile) -> dict[int, list[Range]]:
 
 
 def as_place(raw: Any) -> Place | None:
-    """A place, as it was noted."""
-    return Place(str(raw["file"]), int(raw["line"]), str(raw["function"])) if isinstance(raw, dict) else None
+    """A place, as it was noted; nothing where what was noted is none."""
+    try:
+        return Place(str(raw["file"]), int(raw["line"]), str(raw["function"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def list_steps(steps: list[Range]) -> str:

@@ -146,9 +146,12 @@ class _Causes:
         for step, record in lane.evidence():
             self._traced.add(step)
             for group in record["groups"]:
-                cause = cause_of(group, record.get("blind"))
-                for name in group["names"]:
-                    self._by_name[name].setdefault(step, []).append(cause)
+                try:
+                    cause = cause_of(group, record.get("blind"))
+                    for name in group["names"]:
+                        self._by_name[name].setdefault(step, []).append(cause)
+                except (AttributeError, LookupError, TypeError, ValueError):
+                    continue  # evidence that this version does not write proves nothing to it
 
     def of(self, name: str, steps: list[Range]) -> tuple[Cause, list[Range]]:
         """The cause, and those of the steps that it explains: where the loss reached nothing, that is the reason."""
