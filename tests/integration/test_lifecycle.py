@@ -91,7 +91,7 @@ def test_exception_gets_a_note() -> None:
             train(model, ["a"])
             raise ValueError("x")
     (note,) = caught.value.__notes__
-    assert "1 of 2 trainable parameters missed a gradient: b.weight" in note
+    assert "1 of 2 trainable parameters missed a gradient:\n  b.weight: DDC101 b (Linear) never ran in the forward." in note
 
 
 def test_entering_twice() -> None:
