@@ -326,8 +326,11 @@ fn step_rows(
         if passes.flags & (flags::NO_SYNC | flags::EMPTY) == 0 {
             bypassed = Row::default(); // what had accumulated is averaged with the rest
             add(Kind::Again, &pattern.again);
-            let is_anew = pending.is_empty();
-            pending = if is_anew { &situation.awaited } else { &pending }.difference(&pattern.reached);
+            // Of many equal passes the second may begin anew what the first brought to an end; the third does as the second.
+            for _ in 0..passes.count.min(2) {
+                let is_anew = pending.is_empty();
+                pending = if is_anew { &situation.awaited } else { &pending }.difference(&pattern.reached);
+            }
             if is_whole(passes) {
                 let in_vain = situation.awaited.difference(&pattern.covered);
                 add(Kind::AwaitedInVain, &in_vain);

@@ -33,13 +33,13 @@ def _flag(facts: Facts) -> str:
     if is_twice or any(lane.idle for lane in facts.lanes):
         return "cannot-help"
     # Lacking in one averaged pass and covered in another, or on another rank: neither freezing nor deleting is right.
-    varies = any(p.of_kind("awaited_in_vain") and p.of_kind("covered") for p in facts.profiles)
+    varies = any(facts.awaited_in_vain(p) and p.of_kind("covered") for p in facts.profiles)
     return "on" if varies else "off"
 
 
 def _wasted_bytes(facts: Facts) -> int:
     """Bytes of gradient that DDP reduces in each step for parameters that never got one on any rank."""
-    useless = (p for p in facts.profiles if p.of_kind("awaited_in_vain") and not p.of_kind("covered"))
+    useless = (p for p in facts.profiles if facts.awaited_in_vain(p) and not p.of_kind("covered"))
     return sum(parameter.num_bytes for profile in useless for parameter in profile.parameters)
 
 
@@ -47,9 +47,7 @@ def _actions(facts: Facts, flag: str, static_graph: str) -> list[str]:
     actions = []
     static = " or static_graph=True, as each rank's own set stays the same" if static_graph == "safe" else ""
     is_on = facts.wrapper.find_unused_parameters
-    constant = sorted(
-        name for p in facts.profiles if p.of_kind("awaited_in_vain") and not p.of_kind("covered") for name in p.names
-    )
+    constant = sorted(name for p in facts.profiles if facts.awaited_in_vain(p) and not p.of_kind("covered") for name in p.names)
     if constant:
         actions.append(
             f"{some(constant, 4)} never got a gradient: mend that first, as the findings say. Use or rewire what is to be"

@@ -70,6 +70,11 @@ class Lane:
         return text in str(self.facts.get("exception", {}).get("message", ""))
 
     @property
+    def has_several_wrappers(self) -> bool:
+        """Whether several DDPs were at work. One that a pass does not touch at all stays prepared, and loses nothing."""
+        return "wrappers" in self.facts
+
+    @property
     def is_broken_off(self) -> bool:
         """Whether it ended inside a backward pass: killed there, or by the exception that was raised there."""
         exception = self.facts.get("exception")
@@ -131,8 +136,13 @@ class Facts:
 
     def is_fatal(self, profile: Profile) -> bool:
         """Whether what these parameters lacked stops DDP, or hangs it."""
-        vain = profile.of_kind("awaited_in_vain")
+        vain = self.awaited_in_vain(profile)
         return bool(vain) and (self.is_strict or any(self.lanes[lane].raised(UNFINISHED) for lane in vain))
+
+    def awaited_in_vain(self, profile: Profile) -> dict[int, list[Range]]:
+        """Lane → steps in which DDP waited for them, and no gradient came. Of several DDPs, where one of them said so."""
+        at = profile.of_kind("awaited_in_vain")
+        return {i: s for i, s in at.items() if not self.lanes[i].has_several_wrappers or self.lanes[i].raised(UNFINISHED)}
 
     def said_ready_twice(self) -> Iterator[tuple[Lane, dict[str, Any]]]:
         """Lanes that DDP itself ended because a parameter was ready twice, and what is known of the exception."""

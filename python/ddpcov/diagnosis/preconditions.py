@@ -41,7 +41,9 @@ def _static_graph(facts: Facts) -> _Said:
     """On each rank every averaged pass reaches the same parameters, and every output takes part. That a parameter is reached
     twice in a pass is permitted."""
     for index, lane in enumerate(facts.lanes):
-        if lane.num_vain_sets > 1 or lane.num_unreached_sets > 1:
+        if lane.has_several_wrappers:
+            yield False, "several modules are wrapped, each on its own"
+        elif lane.num_vain_sets > 1 or lane.num_unreached_sets > 1:
             varying = _varying(facts, index)
             yield True, varying or f"the set without a gradient varies on rank {list_ranks(lane.ranks)}"
         needed = [output for _, output in lane.outputs()]

@@ -30,7 +30,7 @@ def pattern_of(facts: Facts, profile: Profile, *, is_static: bool) -> Pattern:
     return Pattern(
         varies=bool(profile.of_kind("covered")),
         is_static=is_static,
-        is_awaited=facts.wrapper.kind == "ddp" and bool(profile.of_kind("awaited_in_vain")),
+        is_awaited=facts.wrapper.kind == "ddp" and bool(facts.awaited_in_vain(profile)),
         is_fatal=facts.is_fatal(profile),
     )
 

@@ -14,6 +14,10 @@ def frozen_after_wrap(facts: Facts) -> Found:
     fix = "Freeze before wrapping: call requires_grad_(False) first, then DistributedDataParallel(model)."
     for profile in facts.profiles:
         at = profile.of_kind("frozen_awaited")
+        for index, lane in enumerate(facts.lanes):
+            if lane.has_several_wrappers and index in at:  # frozen while another of them is trained
+                at[index] = _core.difference(at[index], profile.steps[index].get("covered", []))
+        at = {lane: steps for lane, steps in at.items() if steps}
         if at:
             severity = "error" if facts.is_strict else "warning"
             yield make(facts, "DDC301", severity, message, names=profile.names, at=at, fix=fix)
@@ -164,8 +168,6 @@ def unsynchronised(facts: Facts) -> Found:
         " whole model in that step are local to the rank."
     )
     fix = "Mend what the finding on why it was missed says; DDP then has all that it waits for."
-    # Of several wrappers, one that a pass does not touch at all stays prepared, and loses nothing.
-    has_several = any("wrappers" in lane.facts for lane in facts.lanes)
     for index, lane in enumerate(facts.lanes):
         said = _said(lane, UNFINISHED)
         last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
@@ -177,7 +179,7 @@ def unsynchronised(facts: Facts) -> Found:
             continue
         for profile in facts.profiles:
             steps = profile.steps.get(index, {}).get("unreached", [])
-            if not steps or (has_several and not said):
+            if not steps or (lane.has_several_wrappers and not said):
                 continue
             is_silent = lane.end == "clean" and bool(_core.intersection(steps, last))
             evidence = said or (("no error follows the last step: DDP notices at the next forward only",) if is_silent else ())
