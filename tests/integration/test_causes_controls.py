@@ -354,3 +354,21 @@ def test_a_copy_made_inside_is_a_plain_model() -> None:
         net(x(2, 4, 4))[0].sum().backward()
     codes = {name: f.code for f in cov.report().findings for name in f.parameters if name.endswith("weight")}
     assert codes == {"aux.weight": "DDC105", "gate.weight": "DDC104", "lost.weight": "DDC106", "unused.weight": "DDC101"}
+
+
+def test_what_a_compiled_method_calls_is_not_said_never_to_run() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = linear(), linear()
+            self.inside = torch.compile(self.both, backend="eager")
+
+        def both(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x).detach()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(x)
+
+    net = Net()
+    (finding,) = tracked(net, lambda: net(x()).sum()).findings
+    assert finding.code == "DDC100" and "compiled" in finding.evidence[0]

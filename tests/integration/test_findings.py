@@ -118,6 +118,22 @@ def idle(rank: int, out: Path) -> None:
 # The wrapper.
 
 
+@case("off", "DDC203")
+def two_wrappers_in_turn(rank: int, out: Path) -> None:
+    net = nn.ModuleDict({"generator": DDP(Net("a")), "critic": DDP(Net("b"))})
+    generator, critic = net["generator"], net["critic"]
+    optimizer = sgd(net)
+    with ddpcov.track(net, out=out):
+        for _ in range(2):
+            made = generator(X, "a")
+            critic(made.detach(), "b").sum().backward()
+            critic.requires_grad_(False)
+            critic(made, "b").sum().backward()
+            critic.requires_grad_(True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @case("off", "DDC301")
 def frozen_after_wrap(rank: int, out: Path) -> None:
     model = ddp("a", "b", find_unused_parameters=True)

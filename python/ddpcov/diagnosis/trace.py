@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ def blindness(model: nn.Module) -> str | None:
         is_compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
         if is_compiled or hasattr(module.forward, "_torchdynamo_orig_callable"):
             return "the model is compiled, and its inside was not watched"
+        if any(map(_is_compiled_method, (*vars(module).values(), *vars(type(module)).values()))):
+            return f"methods of {type(module).__name__} are compiled, and their inside was not watched"
         if isinstance(module, torch.jit.ScriptModule):
             return "the model is a TorchScript module, and its inside was not watched"
         if isinstance(module, nn.DataParallel):
@@ -83,6 +86,12 @@ def blindness(model: nn.Module) -> str | None:
         if wrappers.is_fsdp1(module):
             return "FSDP computes with views of one flat parameter, and its inside was not watched"
     return None
+
+
+def _is_compiled_method(value: Any) -> bool:
+    """Whether it is a method that was compiled: whatever module it calls runs without its hooks."""
+    original = getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
+    return isinstance(original, MethodType) or (isinstance(original, FunctionType) and "." in original.__qualname__)
 
 
 class Trace:
