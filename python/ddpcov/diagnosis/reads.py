@@ -95,6 +95,10 @@ class Reads(TorchFunctionMode):
         # What the program set. The forward of an autograd Function runs with gradient mode off besides, which nobody set.
         self._grad_was_set = torch.is_grad_enabled()
 
+    def __enter__(self) -> Reads:
+        self._grad_was_set = torch.is_grad_enabled()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, then looks at it."""
         if torch.compiler.is_compiling():  # the compiler takes this function in, and must find nothing of ours in it

@@ -253,7 +253,7 @@ class Trace:
             self._given.update((id(t), t) for t in (*(t for t in given if t.is_leaf), *leaves))
             self._held = {id(t): t for t in self._plain_tensors()}
             if self._blind is None:
-                self.reads.__enter__()  # type: ignore[no-untyped-call]
+                self.reads.__enter__()
 
     def _leave(self, run: ModuleRun, output: Any) -> None:
         depth = next((i for i in reversed(range(len(self._stack))) if self._stack[i][0] is run), None)
