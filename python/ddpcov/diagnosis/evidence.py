@@ -5,7 +5,6 @@ Causes are not named here; that is for the rules, when a report is read.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -64,7 +63,8 @@ class _Look:
         self.has_second_order = bool(observed.derived) and not observed.derived.isdisjoint(graph.nodes(observed.roots))
         self.is_blind = trace.blind is not None
         self._tops: dict[int, dict[str, Any]] = {}
-        self._values: dict[int, list[Any]] = {}
+        self._of_kind: dict[type, dict[Any, list[ModuleRun]]] = {}
+        self._values: dict[Any, dict[Any, list[ModuleRun]]] = {}
         self._used = self._find_used()
 
     def _union(self, roots: list[Any], bits: dict[int, int]) -> int:
@@ -205,35 +205,49 @@ class _Look:
 
     def _likely_mistake(self, top: ModuleRun) -> dict[str, Any]:
         """A module just like it that ran twice; or the only one of equal values elsewhere that ran."""
-        alike = [run for run in self._alike.get(_likeness(top), ()) if run is not top]
+        likeness = _likeness(top)
+        alike = [run for run in self._alike(type(top.module)).get(likeness, ()) if run is not top]
         siblings = [r for r in alike if r.calls > 1 and _parent(r) == _parent(top) and r.calls > self._usual_calls(r)]
         if siblings:
             return {"twice": source.spelled(siblings[0].names[0], self.trace.model)}
-        if not alike or not _is_telling(top.module):
+        if not alike or id(top.module) in self.trace.singular:
             return {}
-        first = self._first_values(top)
-        copies = [run for run in alike if self._first_values(run) == first and _is_copy(run.module, top.module)]
-        if len(copies) != 1 or _is_beside(copies[0], top):  # layers that were made as clones
+        if (copy := self._copy_of(top, likeness)) is None:
+            self.trace.singular.add(id(top.module))
             return {}
-        return {"copy": source.spelled(copies[0].names[0], self.trace.model)}
+        return {"copy": source.spelled(copy.names[0], self.trace.model)}
 
-    @functools.cached_property
-    def _alike(self) -> dict[Any, list[ModuleRun]]:
-        """Modules that ran, by class and shapes of their parameters."""
-        alike: dict[Any, list[ModuleRun]] = {}
-        for run in self.trace.runs.values():
-            if run.calls:
-                alike.setdefault(_likeness(run), []).append(run)
+    def _copy_of(self, top: ModuleRun, likeness: Any) -> ModuleRun | None:
+        if not _is_telling(top.module):
+            return None
+        equal = self._by_first_values(likeness).get(self._first_values(top), [])
+        copies = [run for run in equal if run is not top and _is_copy(run.module, top.module)]
+        # Several, or in the same list: layers that were made as clones.
+        return copies[0] if len(copies) == 1 and not _is_beside(copies[0], top) else None
+
+    def _alike(self, kind: type) -> dict[Any, list[ModuleRun]]:
+        """Modules of a class that ran, by the shapes of their parameters."""
+        alike = self._of_kind.get(kind)
+        if alike is None:
+            alike = self._of_kind[kind] = {}
+            for run in self.trace.runs.values():
+                if run.calls and type(run.module) is kind:
+                    alike.setdefault(_likeness(run), []).append(run)
         return alike
 
-    def _first_values(self, run: ModuleRun) -> list[Any]:
+    def _by_first_values(self, likeness: Any) -> dict[Any, list[ModuleRun]]:
+        known = self._values.get(likeness)
+        if known is None:
+            known = self._values[likeness] = {}
+            for run in self._alike(likeness[0])[likeness]:
+                known.setdefault(self._first_values(run), []).append(run)
+        return known
+
+    @staticmethod
+    def _first_values(run: ModuleRun) -> Any:
         """One value of each parameter: of modules that differ, most differ here."""
-        values = self._values.get(id(run.module))
-        if values is None:
-            with torch.no_grad():
-                values = [p[(0,) * p.ndim].item() for p in run.module.parameters() if p.numel()]
-            self._values[id(run.module)] = values
-        return values
+        with torch.no_grad():
+            return tuple(p[(0,) * p.ndim].item() for p in run.module.parameters() if p.numel())
 
     def _usual_calls(self, run: ModuleRun) -> int:
         """How often the module round it ran: no more is to be expected of it."""

@@ -13,6 +13,7 @@ import os
 import sysconfig
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -93,56 +94,75 @@ def spelled(name: str, root: Any) -> str:
     return out
 
 
-def _parsed(function: Any) -> tuple[ast.AST, CodeType] | None:
+@dataclass(frozen=True)
+class _Parsed:
     """The syntax tree of a function, with the line numbers of its file."""
-    return _parsed_code(getattr(function, "__code__", None))
+
+    tree: ast.AST
+    attributes: dict[str, list[ast.Attribute]]
+    """What the first argument of the function, `self` as a rule, is asked for; by line."""
+    called: list[str]
+    """Names of the methods that are called on a plain name."""
 
 
+def _code_of(function: Any) -> CodeType | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+# Kept by the code alone: a function that is bound to a module would keep the module alive.
 @functools.lru_cache(maxsize=256)
-def _parsed_code(code: CodeType | None) -> tuple[ast.AST, CodeType] | None:
-    # By the code alone: a function that is bound to a module would keep it alive.
+def _parsed(code: CodeType | None) -> _Parsed | None:
+    if code is None:
+        return None
     try:
-        lines, first = inspect.getsourcelines(code)  # type: ignore[arg-type]
+        lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     ast.increment_lineno(tree, first - 1)
-    return None if code is None else (tree, code)
-
-
-def _self_attributes(tree: ast.AST, attribute: str) -> Iterator[ast.Attribute]:
-    """Where the first argument of a method, whatever its name, is asked for the attribute."""
-    function = next((n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))), None)
+    everything = list(ast.walk(tree))
+    function = next((n for n in everything if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))), None)
     arguments = [*function.args.posonlyargs, *function.args.args] if function is not None else []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.value, ast.Name):
+    attributes: dict[str, list[ast.Attribute]] = {}
+    called = []
+    for node in everything:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if not arguments or node.value.id == arguments[0].arg:
-                yield node
+                attributes.setdefault(node.attr, []).append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            called.append(node.func.attr)
+    for nodes in attributes.values():
+        nodes.sort(key=lambda node: node.lineno)
+    return _Parsed(tree, attributes, called)
 
 
 def mentions(function: Any, attribute: str, owner: Any = None) -> dict[str, Any] | None:
     """The first place where the function speaks of `self.attribute`; else a method of `owner` that the function calls."""
-    parsed = _parsed(inspect.unwrap(function))
-    if parsed is None:
+    code = _code_of(function)
+    parsed = _parsed(code)
+    if code is None or parsed is None:
         return None
-    tree, code = parsed
-    lines = sorted(n.lineno for n in _self_attributes(tree, attribute))
-    if lines:
-        return _place(code, lines[0], getattr(function, "__qualname__", None))
-    for call in ast.walk(tree) if owner is not None else ():
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-            method = getattr(type(owner), call.func.attr, None)
-            if inspect.isfunction(method) and (found := mentions(method, attribute)) is not None:
-                return found
+    if nodes := parsed.attributes.get(attribute):
+        return _place(code, nodes[0].lineno, getattr(function, "__qualname__", None))
+    for name in parsed.called if owner is not None else ():
+        method = getattr(type(owner), name, None)
+        if inspect.isfunction(method) and (found := mentions(method, attribute)) is not None:
+            return found
     return None
 
 
 def guard(function: Any, attribute: str) -> tuple[str, int, frozenset[str]] | None:
     """What must hold for the first mention of `self.attribute` to run: text, line, and the names that must not be None."""
-    parsed = _parsed(inspect.unwrap(function))
-    if parsed is None:
+    return _guard(_code_of(function), attribute)
+
+
+@functools.lru_cache(maxsize=4096)
+def _guard(code: CodeType | None, attribute: str) -> tuple[str, int, frozenset[str]] | None:
+    parsed = _parsed(code)
+    wanted = {id(node) for node in parsed.attributes.get(attribute, ())} if parsed is not None else None
+    if parsed is None or not wanted:
         return None
-    wanted = {id(node) for node in _self_attributes(parsed[0], attribute)}
     found: list[tuple[str, int, frozenset[str]]] = []
 
     def visit(node: ast.AST, condition: tuple[ast.expr, bool] | None) -> None:
@@ -162,7 +182,7 @@ def guard(function: Any, attribute: str) -> tuple[str, int, frozenset[str]] | No
         for child in ast.iter_child_nodes(node):
             visit(child, condition)
 
-    visit(parsed[0], None)
+    visit(parsed.tree, None)
     return found[0] if found else None
 
 
@@ -188,10 +208,10 @@ def set_in_init(module_class: type, attribute: str) -> dict[str, Any] | None:
             break
         methods = [v for v in vars(owner).values() if inspect.isfunction(v)]
         for method in sorted(methods, key=lambda m: m.__name__ != "__init__"):
-            parsed = _parsed(method)
-            line = _setting_line(parsed[0], attribute) if parsed else None
-            if parsed and line is not None:
-                return _place(parsed[1], line, method.__qualname__)
+            parsed = _parsed(method.__code__)
+            line = _setting_line(parsed.tree, attribute) if parsed else None
+            if line is not None:
+                return _place(method.__code__, line, method.__qualname__)
     return None
 
 

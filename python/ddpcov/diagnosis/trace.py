@@ -109,6 +109,8 @@ class Trace:
         self._inner: dict[int, nn.Module] = {}  # DDP's modules
         self._bits = bits
         self._is_stopped = False
+        self.singular: set[int] = set()
+        """Ids of modules that were looked at and are no copies of another; training does not make them such."""
         for name, module in wrappers.walk(model):
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 self._inner[id(module if self._blind else module.module)] = module
@@ -120,6 +122,8 @@ class Trace:
                 self._watch(run)
             else:
                 run.names.append(name)
+        # Before the forward: one that it makes is nobody's parameter.
+        self._held = {id(t): t for t in self._plain_tensors()}
         self.clear()
 
     def clear(self) -> None:
@@ -132,7 +136,6 @@ class Trace:
         """Outputs that could not be looked into."""
         self.num_forwards = 0
         self._given: dict[int, Tensor] = {}
-        self._held: dict[int, Tensor] = {}
         self._caller: source.Line | None = None
         self._hidden_calls: str | None = None
         self._stack: list[tuple[ModuleRun, bool]] = []
@@ -251,7 +254,6 @@ class Trace:
             given = [t for _, t in outputs.paths((args, kwargs)) if t.requires_grad]
             leaves = graph.leaves(graph.root_of(t) for t in given if t.grad_fn is not None)
             self._given.update((id(t), t) for t in (*(t for t in given if t.is_leaf), *leaves))
-            self._held = {id(t): t for t in self._plain_tensors()}
             if self._blind is None:
                 self.reads.__enter__()
 
