@@ -109,7 +109,8 @@ class _Look:
             facts["never_ran"] = self._never_ran(owners[0])
         elif not leading:
             facts |= self._where_lost(param_id, owners, [o.mask for o in carrying])
-        if facts["reached"] and self.observed.flow is not None:
+        # Before torch 2.5 an accumulator that is given nothing does not run.
+        if (facts["reached"] or facts["in_loss"]) and self.observed.flow is not None:
             facts["undefined_at"] = self._boundaries(param_id)
         return facts
 

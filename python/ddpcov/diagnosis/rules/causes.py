@@ -53,7 +53,7 @@ def _gradient_vanished(known: Known, blind: str | None) -> Cause | None:
     """DDC108: an output that leads to it, or the loss itself, had a gradient, and none arrived."""
     at = known.get("undefined_at") or []
     got = [path for path, got in known["leading"] if got]
-    if not known["reached"] or not at or not (got or (known["in_loss"] and not known["leading"])):
+    if not at or not (got or (known["in_loss"] and not known["leading"])):
         return None
     nodes = ", ".join(one["node"] for one in at)
     where = next((as_place(one["place"]) for one in at if one["place"]), None)
