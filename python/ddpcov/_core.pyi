@@ -20,6 +20,7 @@ __all__ = [
     "Recorder",
     "Slot",
     "__version__",
+    "difference",
     "intersection",
     "peek",
     "union",
