@@ -71,7 +71,7 @@ class Passes:
         self._tell_failure = tell_failure
         self._has_given_up = self._has_failed = False
         self._lock = threading.RLock()
-        self._num_passes = self._num_steps = 0  # closed
+        self.num_passes = self.num_steps = 0  # closed
         self._num_open = 0  # runs of the engine under way; more than one only from several threads
         self._deferred: list[Optimizer] = []
         self._stepped: list[Any] = []  # who ended the last step, as long as no pass followed
@@ -115,7 +115,7 @@ class Passes:
         if self._sync is None or steps.is_inside_engine():
             return
         with self._lock:
-            step = self._num_steps if self._ends_step(optimizer) else self._num_steps - 1
+            step = self.num_steps if self._ends_step(optimizer) else self.num_steps - 1
             if self._sync.is_due(step) and self._trains_us(optimizer):
                 self._sync.check(optimizer, step)
 
@@ -149,7 +149,7 @@ class Passes:
     @property
     def _open_step(self) -> int:
         """Number of the step that a pass falls in now; until an optimizer stepped, if none was given, each pass is one."""
-        return self._num_steps or (0 if self._optimizers else self._num_passes)
+        return self.num_steps or (0 if self._optimizers else self.num_passes)
 
     def _is_ours(self, run: steps.EngineRun) -> bool:
         """Whether a run of the engine is a pass of this model.
@@ -200,7 +200,7 @@ class Passes:
         self._observer.pass_closed(run, self._open_step, is_new=is_new)
         if self._values is not None:
             self._values.pass_closed(self._open_step)
-        self._num_passes += 1
+        self.num_passes += 1
         if not self._has_failed and (failure := self._live.failure) is not None:
             self._has_failed = True
             self._tell_failure(failure)
@@ -209,7 +209,7 @@ class Passes:
         self.close_touched()
         if self._ends_step(by):
             self._live.close_step()
-            self._num_steps += 1
+            self.num_steps += 1
             self._observer.step_ended()
             if self._values is not None:
                 self._values.step_ended()

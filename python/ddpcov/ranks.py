@@ -25,7 +25,7 @@ from torch import nn
 from ddpcov import _core
 from ddpcov.wrappers import ddps_in
 
-__all__ = ["EXIT_TIMEOUT", "ROUND_TIMEOUT", "Ranks", "RoundsOver", "check_sums", "pack_counts"]
+__all__ = ["EXIT_TIMEOUT", "ROUND_TIMEOUT", "Ranks", "RoundsOver", "check_sums", "meet", "pack_counts"]
 
 EXIT_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others at a clean exit, and for each transfer after that."""
@@ -33,6 +33,7 @@ EXIT_TIMEOUT = timedelta(seconds=30)
 ROUND_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others in a round of `Rounds`, and for each transfer in it."""
 
+_MEETING_TIMEOUT = timedelta(seconds=10)
 _NUM_CHUNKS = 16  # 16-bit pieces of a SHA-256
 _started: Counter[str] = Counter()
 
@@ -294,6 +295,24 @@ def _bounded(talk: Callable[[], str], timeout: timedelta | None = None, otherwis
     thread.start()
     thread.join(1.1 * (timeout or EXIT_TIMEOUT).total_seconds())
     return answers[0] if answers else otherwise
+
+
+def meet() -> None:
+    """Waits, within bounds, until every rank of the job is here: what one rank's exit would break, none needs any more."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    store = dist.PrefixStore("ddpcov/meet", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
+    def come() -> str:
+        if store.add("arrived", 1) == dist.get_world_size():
+            store.set("all", "here")
+        with contextlib.suppress(RuntimeError):  # timed out
+            store.wait(["all"], _MEETING_TIMEOUT)
+        return ""
+
+    _bounded(come, _MEETING_TIMEOUT, "")
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # it may host the store, from which the others still hear
 
 
 def pack_counts(analysis: _core.Analysis) -> list[int]:

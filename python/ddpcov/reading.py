@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpcov import _core
@@ -13,7 +14,7 @@ from ddpcov.diagnosis.facts import Facts, collect
 from ddpcov.diagnosis.rules import find, sync, values
 from ddpcov.report import Report, Run, Totals
 
-__all__ = ["Progress", "build", "read"]
+__all__ = ["Progress", "build", "gather", "read"]
 
 Progress = Callable[[Sequence[Path]], Iterable[Path]]
 
@@ -23,7 +24,7 @@ def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
 
     Args:
         path: the capture, one of its shards, or the name that the capture would have: if the run did not reach a clean end,
-            its shards beside it are merged in memory.
+            its shards beside it are merged in memory. If `ddpcov run` recorded it, other models of the script are read as well.
         progress: called with the shards to read; gives them back one by one.
 
     Raises:
@@ -31,6 +32,23 @@ def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
         OSError: it is not there, or cannot be read.
     """
     path = Path(path)
+    report = build(*gather(path, progress=progress))
+    launch = report.run.launch
+    if launch is None:
+        return report
+    others, notes = [], []
+    for beside in _numbered(path):
+        try:
+            other = build(*gather(beside, progress=progress))
+            if other.run.launch is not None and other.run.launch.id == launch.id:
+                others.append(other)
+        except (_core.Error, OSError) as error:
+            notes.append(_with_path(beside, error))
+    return replace(report, others=tuple(others), run=replace(report.run, notes=(*report.run.notes, *notes)))
+
+
+def gather(path: Path, *, progress: Progress = iter) -> tuple[_core.Capture, list[str]]:
+    """The capture at `path`, merged from shards if need be, and remarks on files that were left out. See `read`."""
     if path.is_dir():
         raise _core.CaptureError(f"{path}: a folder, expected a capture; give the file that out= named")
     runs, notes = _runs_at(path)
@@ -46,7 +64,7 @@ def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
             notes.append(f"{len(files)} file(s) of an earlier run ({nonce:016x}) beside it are not part of this report")
     captures = [file for kind, file in newest if kind == "capture"]
     if captures:
-        return build(_named(captures[0], lambda: _core.Capture.read(captures[0])), notes)
+        return _named(captures[0], lambda: _core.Capture.read(captures[0])), notes
     merger = _core.Merger()
     num_read = 0
     for shard in progress([file for _, file in newest]):
@@ -57,7 +75,7 @@ def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
             notes.append(_with_path(shard, error))
     if not num_read:
         raise _core.CaptureError(notes[-1])
-    return build(merger.finish(), notes)
+    return merger.finish(), notes
 
 
 def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
@@ -71,9 +89,16 @@ def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
         torch=facts.torch,
         wrapper=facts.wrapper,
         end={rank: lane.end for lane in facts.lanes for rank in lane.ranks},
-        notes=(*notes, *_degraded(facts), *values.remarks(facts), *sync.remarks(facts)),
+        launch=facts.launch,
+        notes=(*notes, *_corrected(facts), *_degraded(facts), *values.remarks(facts), *sync.remarks(facts)),
     )
     return Report(run, _totals(facts), tuple(facts.parameters), tuple(find(facts)), advise(facts))
+
+
+def _corrected(facts: Facts) -> list[str]:
+    if facts.launch is None or not facts.launch.corrections:
+        return []
+    return [f"recorded with corrections applied from outside: {', '.join(facts.launch.corrections)}"]
 
 
 def _degraded(facts: Facts) -> list[str]:
@@ -98,6 +123,13 @@ def _totals(facts: Facts) -> Totals:
         elements_missed=sum(p.numel for p in missed),
         bytes_missed=sum(p.num_bytes for p in missed),
     )
+
+
+def _numbered(path: Path) -> list[Path]:
+    """The names that further models of one launch have, beside `path`: `run.2.bin`, …; those of which there are files."""
+    is_other = re.compile(re.escape(path.stem) + r"\.(\d+)" + re.escape(path.suffix) + r"(\.rank\d+)?").fullmatch
+    numbers = {int(match[1]) for file in path.parent.iterdir() if (match := is_other(file.name))}
+    return [path.with_name(f"{path.stem}.{n}{path.suffix}") for n in sorted(numbers)]
 
 
 Files = list[tuple[str, Path]]

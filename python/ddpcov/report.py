@@ -14,6 +14,7 @@ from ddpcov import __version__
 __all__ = [
     "Advice",
     "Finding",
+    "Launch",
     "ParameterCoverage",
     "Place",
     "Precondition",
@@ -147,6 +148,21 @@ class Wrapper:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """The `ddpcov run` that recorded it.
+
+    `id` is the same for all models of the script; `model` is the class of this one. `order` is its number among the DDPs of a
+    process, None where there is none. `freeze` are the names that the correction of that name froze.
+    """
+
+    id: str
+    model: str
+    order: int | None
+    corrections: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """The job that was recorded.
 
@@ -162,6 +178,7 @@ class Run:
     wrapper: Wrapper
     end: Mapping[int, str]
     notes: tuple[str, ...] = ()
+    launch: Launch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +241,13 @@ class Report:
     parameters: Sequence[ParameterCoverage]
     findings: Sequence[Finding]
     advice: Advice
+    others: Sequence[Report] = ()
+    """Of the other models that the same `ddpcov run` tracked."""
 
     @property
     def verdict(self) -> str:
-        """`clean`, or `findings` where there is at least one."""
-        return "findings" if self.findings else "clean"
+        """`clean`, or `findings` where there is at least one, of whatever model."""
+        return "findings" if self.findings or any(other.findings for other in self.others) else "clean"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain lists and dicts, in the layout that `--format json` prints."""
@@ -246,9 +265,11 @@ class Report:
                 "wrapper": asdict(run.wrapper),
                 "end": {str(k): v for k, v in run.end.items()},
                 "notes": list(run.notes),
+                "launch": asdict(run.launch) if run.launch else None,
             },
             "totals": asdict(self.totals),
             "parameters": [p.to_dict() for p in self.parameters],
             "findings": [f.to_dict() for f in self.findings],
             "advice": self.advice.to_dict(),
+            "others": [other.to_dict() for other in self.others],
         }

@@ -142,13 +142,16 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         if self._pid != os.getpid() or self._recorder is None:
             return  # a forked child leaves its parent's block; or nothing was recorded
         if self in _active:
             _active.remove(self)
         passes, self._passes = self._passes, None
         if passes is None:
-            self._contain(self._ranks.leave)
+            self._contain(self._leave)
             return
         steps.stop(passes)
         self._contain(passes.close_touched)
@@ -182,7 +185,7 @@ class Tracker:
     def _begin(self) -> None:
         self._ranks = ranks.Ranks(self._model, self._process_group, self._out)
         self._hooks = Hooks(self._model, self._optimizers)
-        recorder = self._new_recorder()
+        recorder = self._new_recorder(*self._ranks.name_run())
         self._recorder = recorder
         self._hooks.attach(recorder)
         self._note_run()
@@ -206,9 +209,7 @@ class Tracker:
         assert self._recorder is not None
         return self._recorder
 
-    def _new_recorder(self) -> _core.Recorder:
-        started, nonce = self._ranks.name_run()
-
+    def _new_recorder(self, started: int, nonce: int) -> _core.Recorder:
         def make(path: Path | None) -> _core.Recorder:
             return _core.Recorder(
                 path,
@@ -240,8 +241,11 @@ class Tracker:
         return GradSync(self._sync_every, self._hooks, self._ranks, tell=_say)
 
     def _note_run(self) -> None:
-        run = {"torch": torch.__version__, "wrapper": asdict(self._hooks.averaging.wrapper)}
-        self._live.note("run", json.dumps({**run, "same_parameters": self._same_parameters}))
+        self._live.note("run", json.dumps(self._describe()))
+
+    def _describe(self) -> dict[str, Any]:
+        wrapper = asdict(self._hooks.averaging.wrapper)
+        return {"torch": torch.__version__, "wrapper": wrapper, "same_parameters": self._same_parameters}
 
     def _tell_failure(self, reason: str) -> None:
         self._is_degraded = True
@@ -331,15 +335,24 @@ class Tracker:
             shard.unlink(missing_ok=True)
 
     def _finish_failed(self, error: BaseException) -> None:
+        self._note_exception(error)
+        self._finish_with(error)
+        self._leave()
+        if isinstance(error, Exception):
+            self._annotate(error)
+
+    def _leave(self) -> None:
+        self._ranks.leave()
+
+    def _note_exception(self, error: BaseException) -> None:
         in_pass = any(hasattr(e, "_ddpcov_in_pass") for e in (error, error.__cause__, error.__context__))
         fact = {"type": type(error).__name__, "message": str(error)[:8000], "in_pass": in_pass}
         fact["named"] = self._hooks.named_by_ddp(str(error))
         self._live.note("exception", json.dumps(fact))
+
+    def _finish_with(self, error: BaseException) -> None:
         line = str(error).strip().split("\n", 1)[0][:300]
         self._live.finish(f"exception: {type(error).__name__}: {line}".removesuffix(": "))
-        self._ranks.leave()
-        if isinstance(error, Exception):
-            self._annotate(error)
 
     def _annotate(self, error: Exception) -> None:
         text = note(self.report(), self._ranks.rank, self._out)

@@ -12,6 +12,9 @@ from ddpcov import Error, __version__
 from ddpcov.commands.demo import Demo
 from ddpcov.commands.explain import Explain
 from ddpcov.commands.report import ReportCommand
+from ddpcov.commands.run import Run
+from ddpcov.commands.script import UsageError, split
+from ddpcov.commands.verify import Verify
 
 __all__ = ["main"]
 
@@ -28,7 +31,14 @@ class Command(Protocol):
         """Does the work and returns the exit code."""
 
 
-COMMANDS: dict[str, Command] = {"report": ReportCommand(), "explain": Explain(), "demo": Demo()}
+COMMANDS: dict[str, Command] = {
+    "report": ReportCommand(),
+    "run": Run(),
+    "verify": Verify(),
+    "explain": Explain(),
+    "demo": Demo(),
+}
+"""Command → what does it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,12 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help_text = (command.__doc__ or "").strip()
         sub = subparsers.add_parser(name, help=help_text.split("\n")[0], description=help_text)
         command.add_arguments(sub)
-    args = parser.parse_args(argv)
+    own, script = split(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(own)
+    args.script = script
     try:
         return COMMANDS[args.command].run(args)
     except BrokenPipeError:  # the reader had enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except UsageError as error:
+        print(f"ddpcov {args.command}: {error}", file=sys.stderr)
+        return 2
     except (Error, OSError) as error:
         print(f"ddpcov {args.command}: {error}", file=sys.stderr)
         return EXIT_UNREADABLE

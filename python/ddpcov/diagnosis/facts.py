@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpcov import _core
-from ddpcov.report import ParameterCoverage, Range, Wrapper
+from ddpcov.report import Launch, ParameterCoverage, Range, Wrapper
 
 __all__ = ["UNFINISHED", "Facts", "Lane", "Profile", "collect", "count", "union"]
 
@@ -65,9 +65,9 @@ class Lane:
             if isinstance(again, int) and 0 <= again < len(written):
                 yield int(note.get("step", 0)), written[again]
 
-    def raised(self, text: str) -> bool:
-        """Whether the exception that ended it says this."""
-        return text in str(self.facts.get("exception", {}).get("message", ""))
+    def raised(self, text: str) -> dict[str, Any] | None:
+        """What is known of an exception that says this: the one that ended it, or one that the script caught."""
+        return next((e for e in self.noted.get("exception", ()) if text in str(e.get("message", ""))), None)
 
     @property
     def has_several_wrappers(self) -> bool:
@@ -78,7 +78,7 @@ class Lane:
     def is_broken_off(self) -> bool:
         """Whether it ended inside a backward pass: killed there, or by the exception that was raised there."""
         exception = self.facts.get("exception")
-        return self.broken_off is not None and (exception is None or bool(exception.get("in_pass")))
+        return self.broken_off is not None and (exception is None or self.end == "killed" or bool(exception.get("in_pass")))
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class Facts:
     same_parameters: bool
     num_vain_sets: int
     conflicts: list[tuple[int, list[tuple[int, list[int], str]]]]
+    launch: Launch | None = None
 
     @property
     def num_steps(self) -> int:
@@ -146,7 +147,7 @@ class Facts:
 
     def said_ready_twice(self) -> Iterator[tuple[Lane, dict[str, Any]]]:
         """Lanes that DDP itself ended because a parameter was ready twice, and what is known of the exception."""
-        return ((lane, lane.facts["exception"]) for lane in self.lanes if lane.raised("ready only once"))
+        return ((lane, said) for lane in self.lanes if (said := lane.raised("ready only once")))
 
 
 def collect(capture: _core.Capture) -> Facts:
@@ -188,6 +189,7 @@ def collect(capture: _core.Capture) -> Facts:
         same_parameters=bool(run.get("same_parameters", True)),
         num_vain_sets=analysis.num_vain_sets,
         conflicts=analysis.conflicts,
+        launch=_launch(run.get("launch")),
     )
 
 
@@ -210,6 +212,19 @@ def _wrapper(raw: Any) -> Wrapper:
     raw = raw if isinstance(raw, dict) else {}
     flags = {k: bool(raw.get(k)) for k in ("find_unused_parameters", "static_graph")}
     return Wrapper(str(raw.get("kind", "none")), **flags)
+
+
+def _launch(raw: Any) -> Launch | None:
+    if not isinstance(raw, dict):
+        return None
+    order = raw.get("order")
+    return Launch(
+        id=str(raw.get("id", "")),
+        model=str(raw.get("model", "")),
+        order=order if isinstance(order, int) else None,
+        corrections=tuple(map(str, raw.get("corrections") or ())),
+        freeze=tuple(map(str, raw.get("freeze") or ())),
+    )
 
 
 def _coverage(raw: dict[str, Any], lanes: list[Lane], num_steps: int) -> dict[str, Any]:

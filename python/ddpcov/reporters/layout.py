@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -51,6 +51,14 @@ class Group:
     def num_bytes(self) -> int:
         """Their size, which is that of their gradients."""
         return sum(p.num_bytes for p in self.parameters)
+
+
+def sections(report: Report) -> Iterator[tuple[str | None, Report]]:
+    """The report and those of the other models of its launch, each with a heading if there are several."""
+    reports = [report, *report.others]
+    for i, one in enumerate(reports, 1):
+        name = one.run.launch.model if one.run.launch else ""
+        yield f"Model {i} of {len(reports)}: {visible(name)}" if len(reports) > 1 else None, one
 
 
 def visible(text: str, limit: int = _MAX_NAME) -> str:

@@ -25,6 +25,13 @@ class MarkdownReporter:
 
     def render(self, report: Report, stream: TextIO) -> None:
         """Writes the report."""
+        pages = []
+        for heading, one in layout.sections(report):
+            pages += [f"## {_plain(heading)}\n\n"] if heading is not None else []
+            pages.append("\n".join(self._page(one)) + "\n")
+        stream.write(layout.writable("\n".join(pages), stream))
+
+    def _page(self, report: Report) -> list[str]:
         lines = [f"### Gradient coverage: {_plain(layout.verdict(report))}", "", _plain(layout.header(report))]
         lines += [*self._missed(report), *self._findings(report)]
         advice = [f"- `{name}`: {_plain(sentence)}" for name, sentence in layout.advice(report)]
@@ -37,8 +44,7 @@ class MarkdownReporter:
             *layout.capped(layout.ends(report), self._options.limit(_NUM_LINES)),
             *layout.capped(notes, self._options.limit(_NUM_LINES)),
         ]
-        lines += [f"\n> {_plain(note)}" for note in notes]
-        stream.write(layout.writable("\n".join(lines) + "\n", stream))
+        return lines + [f"\n> {_plain(note)}" for note in notes]
 
     def _missed(self, report: Report) -> list[str]:
         groups = layout.group_missed(report, self._options, self._options.limit(_NUM_GROUPS))

@@ -37,7 +37,10 @@ class TextReporter:
         width = None if stream.isatty() else _PIPE_WIDTH
         console = Console(file=stream, width=width, highlight=False, emoji=False, markup=False)
         with console.capture() as page:
-            self._page(report, console)
+            for heading, one in layout.sections(report):
+                if heading is not None:
+                    console.print(f"{'' if one is report else chr(10)}{heading}", style="bold")
+                self._page(one, console)
         stream.write(layout.writable(re.sub(r" +$", "", page.get(), flags=re.MULTILINE), stream))
 
     def _page(self, report: Report, console: Console) -> None:

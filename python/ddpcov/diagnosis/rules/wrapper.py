@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpcov import _core
 from ddpcov.diagnosis.facts import UNFINISHED, Facts, Lane, count, union
 from ddpcov.diagnosis.rules.finding import Found, across_ranks, count_ranks, make
@@ -93,7 +95,7 @@ def reached_twice(facts: Facts) -> Found:
         if isinstance(named, dict):
             last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
             message = "DDP counts it ready twice in one backward pass."
-            evidence = (f"DDP raised: {lane.end.removeprefix('exception: ')}",)
+            evidence = (f"DDP raised: {_first_line(exception)}",)
             names = tuple(sorted(map(str, named.values())))
             yield make(facts, "DDC306", "error", message, names=names, ranks=lane.ranks, steps=last, evidence=evidence)
 
@@ -172,7 +174,7 @@ def unsynchronised(facts: Facts) -> Found:
         said = _said(lane, UNFINISHED)
         last = [(lane.num_steps - 1, lane.num_steps - 1)] if lane.num_steps else []
         if facts.wrapper.find_unused_parameters:  # and the search did not find it unused
-            named = lane.facts.get("exception", {}).get("named") if said else None
+            named = (lane.raised(UNFINISHED) or {}).get("named")
             if isinstance(named, dict) and named:
                 names = tuple(sorted(map(str, named.values())))
                 yield make(facts, "DDC310", "error", message, names=names, at={index: last}, evidence=said, fix=fix)
@@ -195,4 +197,10 @@ def unsynchronised(facts: Facts) -> Found:
 
 def _said(lane: Lane, text: str) -> tuple[str, ...]:
     """What DDP raised on the lane's ranks, if it contains the text."""
-    return (f"DDP raised: {lane.end.removeprefix('exception: ').partition('. ')[0]}.",) if lane.raised(text) else ()
+    exception = lane.raised(text)
+    return () if exception is None else (f"DDP raised: {_first_line(exception).partition('. ')[0]}.",)
+
+
+def _first_line(exception: dict[str, Any]) -> str:
+    line = str(exception.get("message", "")).strip().partition("\n")[0][:300]
+    return f"{exception.get('type')}: {line}"
