@@ -18,6 +18,7 @@ __all__ = [
     "Sharding",
     "ddps_in",
     "examine",
+    "is_compiled",
     "is_fsdp1",
     "is_lazy",
     "is_trainable",
@@ -53,6 +54,11 @@ def walk(module: nn.Module, name: str = "", path: tuple[nn.Module, ...] = ()) ->
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it only stands round a module that bears its name."""
     return isinstance(module, _WRAPPERS_WITH_MODULE) or not _TRANSPARENT.isdisjoint(module._modules)
+
+
+def is_compiled(module: nn.Module, inner: nn.Module) -> bool:
+    """Whether `module` is what torch.compile made of `inner`."""
+    return module._modules.get("_orig_mod") is inner
 
 
 @dataclass
@@ -139,7 +145,7 @@ def examine(model: nn.Module) -> Averaging:
         awaited=[p for awaited in awaited_by for p in awaited],
         awaited_by=awaited_by,
         compiled={id(d) for m in model.modules() if "_orig_mod" in m._modules for d in ddps_in(m.modules())}
-        | {id(ddp) for ddp in ddps if getattr(ddp, "_compiled_call_impl", None) is not None},
+        | {id(ddp) for ddp in ddps if ddp.__dict__.get("_compiled_call_impl") is not None},
         wrapped=[p for ddp in ddps for p in ddp._module_parameters],
         ignored=[p for ddp in ddps for n, p in ddp.module.named_parameters() if n in ddp.parameters_to_ignore],
     )

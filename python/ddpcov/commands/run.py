@@ -81,7 +81,7 @@ def _report(outcome: Outcome, plan: Plan) -> None:
 def _nothing_seen(outcome: Outcome) -> str:
     why = (
         "no DistributedDataParallel was built, and no module with trainable parameters was called in training mode with"
-        " gradients on"
+        " gradients on (calls inside a compiled function are not seen)"
         if outcome.saw_torch
         else "no process imported torch"
     )

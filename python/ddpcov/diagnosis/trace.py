@@ -74,7 +74,7 @@ class Output:
 def blindness(model: nn.Module) -> str | None:
     """Why the inside of this model's forward cannot be seen; nothing where it can."""
     for module in model.modules():
-        is_compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        is_compiled = type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None
         if is_compiled or hasattr(module.forward, "_torchdynamo_orig_callable"):
             return "the model is compiled, and its inside was not watched"
         if any(map(_is_compiled_method, (*vars(module).values(), *vars(type(module)).values()))):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpcov import wrappers
 from ddpcov.launch.plan import Plan
 from ddpcov.launch.watch import Watch
 
@@ -75,6 +76,7 @@ class Agent:
         self._plan = plan
         self._sections: list[Section] = []
         self._num_ddps = 0
+        self._num_other_passes = 0  # that were none of a section's, as long as no section had one
         self._trajectory: Trajectory | None = None
         self._said: set[str] = set()
         self._is_stopping = False
@@ -109,6 +111,8 @@ class Agent:
 
         @functools.wraps(forward)
         def patched_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(ddp, *inputs, **kwargs)
             try:
                 return forward(ddp, *inputs, **kwargs)
             except Exception as error:
@@ -119,7 +123,6 @@ class Agent:
 
     @_contained
     def _wrapped(self, ddp: DistributedDataParallel) -> None:
-        self._watch.stop()
         order, self._num_ddps = self._num_ddps, self._num_ddps + 1
         self._supersede(ddp)
         self._track(ddp, order)
@@ -127,18 +130,33 @@ class Agent:
     @_contained
     def _called(self, module: nn.Module) -> None:
         """A module is about to be called, from outside any module."""
-        is_known = any(section.model is module for section in self._sections)
-        if is_known or not module.training or not torch.is_grad_enabled():
+        if any(section.model is module for section in self._sections) or not self._is_training(module):
             if self._sections and all(section.num_steps >= _SETTLED_STEPS for section in self._sections):
                 self._watch.stop()
             return
-        # A loss has no parameters; a part of a tracked model is tracked; data loaders may transform with modules.
-        if not any(p.requires_grad for p in module.parameters()) or torch.utils.data.get_worker_info() is not None:
+        for section in self._sections:
+            if wrappers.is_compiled(module, section.model) and not section.num_passes:
+                # Compiled after it was wrapped; hooks inside would make other graphs of it.
+                self._supersede(module)
+                self._track(module, section.order)
+                return
+        # A wrapper is what matters, unless it turns out that something else is trained.
+        has_wrapper = any(section.is_wrapped for section in self._sections)
+        if has_wrapper and (any(section.num_passes for section in self._sections) or not self._num_other_passes):
             return
-        if any(module is part for section in self._sections for part in section.model.modules()):
-            return
-        self._supersede(module)
-        self._track(module, None)
+        if not any(module is part for section in self._sections for part in section.model.modules()):
+            self._supersede(module)
+            self._track(module, None)
+
+    def _is_training(self, module: nn.Module) -> bool:
+        """Whether a call of the module may belong to a training step. A loss has no parameters of its own; what a data loader
+        transforms with is not trained."""
+        return (
+            module.training
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in module.parameters())
+            and torch.utils.data.get_worker_info() is None
+        )
 
     def _supersede(self, model: nn.Module) -> None:
         """Ends the recordings of what is now a part of `model`; those that saw no pass yet were no models."""
@@ -179,6 +197,7 @@ class Agent:
         """See `steps.Listener`."""
         for section in self._sections:
             section.mark_trained()
+        self._num_other_passes += not any(section.num_passes for section in self._sections)
         if isinstance(run.error, Exception):
             self._failed(run.error)
         self._stop_if_due()

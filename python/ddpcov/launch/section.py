@@ -37,7 +37,7 @@ class Section(Tracker):
         )
         self.model = model
         self.is_wrapped = order is not None
-        self._order = order
+        self.order = order
         self._plan = plan
         self._registry = Registry(plan)
         self._has_trained = False
@@ -108,12 +108,12 @@ class Section(Tracker):
 
     def _describe(self) -> dict[str, Any]:
         inner = next(m for name, m in wrappers.walk(self.model) if not name and not wrappers.is_wrapper(m))
-        launch = {"id": self._plan.launch, "model": type(inner).__qualname__, "order": self._order}
+        launch = {"id": self._plan.launch, "model": type(inner).__qualname__, "order": self.order}
         corrections = [os.path.basename(name) for name in self._plan.corrections]
         return {**super()._describe(), "launch": {**launch, "corrections": corrections, "freeze": self._frozen()}}
 
     def _frozen(self) -> list[str]:
-        return self._plan.freeze.get(str(self._order), []) if "freeze" in self._plan.corrections else []
+        return self._plan.freeze.get(str(self.order), []) if "freeze" in self._plan.corrections else []
 
     def _finish_cleanly(self) -> None:
         self._live.finish(self._end_as)

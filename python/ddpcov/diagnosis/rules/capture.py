@@ -49,5 +49,9 @@ def nothing_recorded(facts: Facts) -> Found:
     """DDC504: no backward pass and no optimizer step on any rank."""
     if facts.num_steps == 0:
         message = "No backward pass and no optimizer step was recorded: nothing can be said about any parameter."
-        fix = "Put the training steps inside the `with ddpcov.track(model)` block."
+        fix = (
+            "The script built this model and never ran a backward pass through it; see whether it was to be trained."
+            if facts.launch
+            else "Put the training steps inside the `with ddpcov.track(model)` block."
+        )
         yield make(facts, "DDC504", "warning", message, ranks=facts.ranks, fix=fix)
