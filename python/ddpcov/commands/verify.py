@@ -185,7 +185,7 @@ def _show(as_is: Attempt, tried: list[Attempt], reference: Attempt | None, *, is
             f"{sum(r.totals.missed for r in one.reports)} of {sum(r.totals.trainable for r in one.reports)}",
             {True: "yes", False: "no", None: "–"}[one.are_ranks_equal],
             _trajectory(one, reference, is_repeatable=is_repeatable),
-            "–" if one.step_seconds is None else f"{1000 * one.step_seconds:.3g} ms",
+            _step_time(one),
             "" if one is as_is else "yes" if one.is_verified else "no",
         )
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False, emoji=False, markup=False)
@@ -214,6 +214,12 @@ def _ended(one: Attempt) -> str:
     return f"{', '.join(raised) or f'exit code {one.code}'} in step {one.num_steps + (1 if raised else 0)}"
 
 
+def _step_time(one: Attempt) -> str:
+    if one.step_seconds is None:
+        return "–"
+    return f"{one.step_seconds:.2f} s" if one.step_seconds >= 1 else f"{1000 * one.step_seconds:.3g} ms"
+
+
 def _trajectory(one: Attempt, reference: Attempt | None, *, is_repeatable: bool) -> str:
     if reference is None:
         return "–"
@@ -222,7 +228,7 @@ def _trajectory(one: Attempt, reference: Attempt | None, *, is_repeatable: bool)
     difference = compare(reference, one)
     if difference is None:
         return "–"
-    compared = f"{difference.num_losses} losses, {difference.num_weights} weights"
+    compared = f"{difference.num_losses} losses" + f", {difference.num_weights} weights" * bool(difference.num_weights)
     if difference.is_exact:
         return f"equal, bit for bit ({compared})"
     if not is_repeatable:
