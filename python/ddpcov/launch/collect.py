@@ -49,11 +49,12 @@ def _members(ranges: Iterable[Range]) -> Iterator[int]:
 
 
 def never_covered(reports: Iterable[Report]) -> dict[str, list[str]]:
-    """Number of the DDP in its process, as text → names of its parameters that never got a gradient."""
+    """Number of the DDP in its process, as text → names of its parameters that never got a gradient, though others did."""
     return {
         str(report.run.launch.order): names
         for report in reports
-        if report.run.launch is not None
+        if report.totals.covered
+        and report.run.launch is not None
         and report.run.launch.order is not None
         and (names := [p.name for p in report.parameters if p.coverage == "never"] + list(report.run.launch.freeze))
     }
