@@ -99,7 +99,9 @@ def _names_to_freeze(out: Path) -> dict[str, list[str]]:
         raise UsageError(f"--apply freeze: no run at {out} says what never gets a gradient; {hint}") from None
     names = never_covered([report, *report.others])
     if not names:
-        raise UsageError(f"--apply freeze: in the run at {out} no parameter of a DDP model was left without a gradient while others got one; {hint}")
+        raise UsageError(
+            f"--apply freeze: in the run at {out} no parameter of a DDP model was left without a gradient while others got one; {hint}"
+        )
     return names
 
 

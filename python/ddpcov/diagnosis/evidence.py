@@ -192,17 +192,26 @@ class _Look:
         forward = _forward_of(ran.module)
         prefix = f"{ran.names[0]}." if ran.names[0] else ""
         attribute = top.names[0].removeprefix(prefix).partition(".")[0]
-        mention = source.mentions(forward, attribute, ran.module)
+        mention, called = source.mentions(forward, attribute, ran.module), source.place_of_line(ran.line)
         facts |= {
             "ancestor": ran.names[0],
             "ancestor_class": type(ran.module).__name__,
             "attribute": attribute,
             "mention": mention,
-            "where": source.best(mention, source.place_of_code(forward), source.place_of_line(ran.line)),
+            "is_readable": source.is_readable(forward),
+            "where": source.best(
+                mention, source.place_of_code(forward), *([self._first_call_below(ran)] if forward is None else []), called
+            ),
         }
         if (guard := source.guard(forward, attribute)) is not None:
             facts["guard"] = _guard(guard, ran)
         return facts
+
+    def _first_call_below(self, above: ModuleRun) -> dict[str, Any] | None:
+        """Where the first of the modules below it that ran was called."""
+        prefix = f"{above.names[0]}." if above.names[0] else ""
+        below = (r for r in self.trace.runs.values() if r is not above and r.calls and r.names[0].startswith(prefix))
+        return next((source.place_of_line(run.line) for run in below), None)
 
     def _likely_mistake(self, top: ModuleRun) -> dict[str, Any]:
         """A module just like it that ran twice; or the only one of equal values elsewhere that ran."""
@@ -286,6 +295,7 @@ class _Look:
             facts["declared"] = source.best(declared, source.place_of_line(owner.line))
             forward = _forward_of(owner.module)
             facts["mention"] = source.mentions(forward, attribute, owner.module)
+            facts["is_readable"] = source.is_readable(forward)
             if (guard := source.guard(forward, attribute)) is not None:
                 facts["guard"] = _guard(guard, owner)
         return facts
@@ -380,7 +390,11 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _forward_of(module: nn.Module) -> Any:
-    return vars(module).get("forward") or type(module).forward
+    """The function; None where another one was in its place for the time of the call, as Lightning does it."""
+    own = vars(module).get("forward")
+    if own is None:
+        return type(module).forward
+    return None if getattr(own, "__func__", None) is type(module).forward else own
 
 
 def _path(run: ModuleRun) -> list[str]:

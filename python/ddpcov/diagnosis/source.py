@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["Line", "best", "caller", "guard", "mentions", "place_of_code", "place_of_line", "set_in_init", "spelled"]
+__all__ = [
+    "Line",
+    "best",
+    "caller",
+    "guard",
+    "is_readable",
+    "mentions",
+    "place_of_code",
+    "place_of_line",
+    "set_in_init",
+    "spelled",
+]
 
 Line = tuple[CodeType, int]
 """A line that ran; put in words only if it is ever needed."""
@@ -67,7 +78,7 @@ def place_of_line(line: Line | None) -> dict[str, Any] | None:
 
 def place_of_code(function: Any) -> dict[str, Any] | None:
     """Where a function or method is defined; nothing for one written in C."""
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    code = _code_of(function)
     return None if code is None else _place(code, code.co_firstlineno, getattr(function, "__qualname__", None))
 
 
@@ -106,7 +117,7 @@ class _Parsed:
 
 
 def _code_of(function: Any) -> CodeType | None:
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
@@ -135,6 +146,11 @@ def _parsed(code: CodeType | None) -> _Parsed | None:
     for nodes in attributes.values():
         nodes.sort(key=lambda node: node.lineno)
     return _Parsed(tree, attributes, called)
+
+
+def is_readable(function: Any) -> bool:
+    """Whether its source is there, so that what it does not mention can be told."""
+    return _parsed(_code_of(function)) is not None
 
 
 def mentions(function: Any, attribute: str, owner: Any = None) -> dict[str, Any] | None:

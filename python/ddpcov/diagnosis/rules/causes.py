@@ -121,8 +121,8 @@ def _never_called(known: Known, blind: str | None) -> Cause | None:
         evidence.append(f"the forward of {partly['class']}{calls} did not run; parts of it were called on their own")
     if "ancestor" in never:
         mention, name = as_place(never["mention"]), never["attribute"]
-        says = f"mentions {name!r}{_at(mention)}" if mention else "nowhere mentions it"
-        evidence.append(f"the forward of {never['ancestor_class']} ran, and {says}")
+        says = f", and mentions {name!r}{_at(mention)}" if mention else ", and nowhere mentions it"
+        evidence.append(f"the forward of {never['ancestor_class']} ran{says if mention or never.get('is_readable') else ''}")
     guarded, suspicion = _guarded(never.get("guard"), MODULE)
     evidence += guarded
     if "twice" in never:
@@ -162,7 +162,8 @@ def _not_read(known: Known, blind: str | None) -> Cause | None:
         (
             "the module ran with gradient mode on",
             "no operation of the forward took it as an argument",
-            "the module's forward " + (f"mentions it{_at(mention)}" if mention else "does not mention it"),
+            *([f"the module's forward mentions it{_at(mention)}"] if mention else []),
+            *(["the module's forward does not mention it"] if not mention and known.get("is_readable") else []),
             *guarded,
         ),
         as_place(known.get("declared")),
