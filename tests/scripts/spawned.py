@@ -66,8 +66,8 @@ def main_worker(device, devices, args):
     if args.rank == 0:
         print(model)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     num_steps = args.epochs * len(loader)
 
     def train(epoch):

@@ -100,7 +100,7 @@ def _names_to_freeze(out: Path) -> dict[str, list[str]]:
     names = never_covered([report, *report.others])
     if not names:
         raise UsageError(
-            f"--apply freeze: in the run at {out} no parameter of a DDP model was left without a gradient while others got one; {hint}"
+            f"--apply freeze: the run at {out} has no DDP model where some parameters got a gradient and others never; {hint}"
         )
     return names
 

@@ -143,7 +143,7 @@ def _conclude(as_is: Attempt, tried: list[Attempt], bench: _Bench) -> int:
     if not tried:
         print()
         if is_fine:
-            print(f"Nothing to correct: {_ended(as_is)}.")
+            print(f"Nothing to correct ({_ended(as_is)}).")
             return 0
         print("No correction can be applied from outside; what the findings say has to be mended in the code.")
         return 1
@@ -208,7 +208,7 @@ def _ended(one: Attempt) -> str:
     if one.was_stalled:
         return f"hung after {steps}"
     if one.code == 0:
-        return f"well, after {steps}"
+        return f"exit code 0, {steps}"
     raised = sorted({end.removeprefix("exception: ").partition(":")[0] for r in one.reports for end in r.run.end.values()})
     raised = [name for name in raised if name not in ("clean", "killed")]
     return f"{', '.join(raised) or f'exit code {one.code}'} in step {one.num_steps + (1 if raised else 0)}"
