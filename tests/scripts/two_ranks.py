@@ -26,7 +26,10 @@ class Net(nn.Module):
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-model = DDP(Net(), find_unused_parameters=event != "as-is")
+net = Net()
+if rank == 0:
+    net(torch.ones(1, 4))  # a look at it, as some take
+model = DDP(net, find_unused_parameters=event != "as-is")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(4):
     try:

@@ -256,6 +256,10 @@ class Agent:
     def _close(self, error: BaseException | None = None, end: str = "clean") -> None:
         while self._sections:
             section = self._sections.pop(0)
-            if self._trajectory is not None:
-                self._trajectory.save(section)
+            self._save(section)
             section.close(error, end)
+
+    @_contained
+    def _save(self, section: Section) -> None:
+        if self._trajectory is not None:
+            self._trajectory.save(section)

@@ -39,7 +39,7 @@ class Attempt:
     log: str
     """Its output."""
     trajectories: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
-    """Number of the model, and rank → what the process wrote down."""
+    """Order of the DDP among those of its process, and rank → what the process wrote down."""
 
     @property
     def reports(self) -> list[Report]:
@@ -62,8 +62,8 @@ class Attempt:
     def are_ranks_equal(self) -> bool | None:
         """Whether the weights of each DDP model are the same, bit for bit, on all its ranks; None if that was not seen."""
         found = None
-        for number in {number for number, _ in self.trajectories}:
-            weights = [_digests(t) for (n, _), t in self.trajectories.items() if n == number]
+        for order in {order for order, _ in self.trajectories}:
+            weights = [_digests(t) for (o, _), t in self.trajectories.items() if o == order]
             if len(weights) > 1:
                 found = found is not False and all(w == weights[0] for w in weights)
         return found
@@ -108,13 +108,13 @@ def attempt(
             None if first is None else collect(outcome, first),
             outcome.unreached,
             log.read_text(errors="replace"),
-            {_numbers(file): json.loads(file.read_text()) for file in sorted(folder.glob("trajectory.*.json"))},
+            {_order_and_rank(file): json.loads(file.read_text()) for file in sorted(folder.glob("trajectory.*.json"))},
         )
 
 
-def _numbers(file: Path) -> tuple[int, int]:
-    number, rank = re.findall(r"\d+", file.name)
-    return int(number), int(rank)
+def _order_and_rank(file: Path) -> tuple[int, int]:
+    order, rank = re.findall(r"\d+", file.name)
+    return int(order), int(rank)
 
 
 def _digests(trajectory: dict[str, Any]) -> dict[str, str]:

@@ -91,15 +91,15 @@ class Registry:
         with self._locked() as parts:
             return dict(parts)
 
-    def claim(self, nonce: int, members: list[int], rank: int, *, is_wrapped: bool) -> tuple[int, Path]:
-        """Number and capture of the part with this nonce, which all its ranks share; a new one takes the lowest free number."""
+    def claim(self, nonce: int, members: list[int], rank: int, *, is_wrapped: bool) -> Path:
+        """The capture of the part with this nonce, which all its ranks share; a new part takes the lowest free number."""
         with self._locked() as parts:
             number = next((n for n, part in parts.items() if part.nonce == nonce), None)
             if number is None:
                 number = next(n for n in range(1, len(parts) + 2) if n not in parts)
                 parts[number] = Part(nonce, members, [], is_wrapped)
             parts[number].ranks = sorted({*parts[number].ranks, rank})
-            return number, self._plan.file_of(number, parts[number])
+            return self._plan.file_of(number, parts[number])
 
     def mark_trained(self, nonce: int) -> None:
         """A backward pass of this part was seen."""

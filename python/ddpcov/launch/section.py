@@ -27,7 +27,7 @@ class Section(Tracker):
         options = plan.options
         super().__init__(
             model,
-            None,  # named when the run is: see `_new_recorder`
+            _name(model, order),  # until the run has a number: see `_new_recorder`
             [],
             None,
             True,
@@ -102,7 +102,7 @@ class Section(Tracker):
 
     def _new_recorder(self, started: int, nonce: int) -> _core.Recorder:
         self._nonce = nonce
-        self.number, out = self._registry.claim(nonce, self._ranks.members, self._ranks.rank, is_wrapped=self.is_wrapped)
+        out = self._registry.claim(nonce, self._ranks.members, self._ranks.rank, is_wrapped=self.is_wrapped)
         self._out = os.fspath(out)
         return super()._new_recorder(started, nonce)
 
@@ -125,3 +125,8 @@ class Section(Tracker):
 
     def _leave(self) -> None:
         """Nobody waits."""
+
+
+def _name(model: nn.Module, order: int | None) -> str:
+    """By which the ranks find one another, though some may call more models than others before they build their DDP."""
+    return type(model).__qualname__ if order is None else f"ddp {order}"

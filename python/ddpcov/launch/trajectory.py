@@ -39,17 +39,18 @@ class Trajectory:
         (self._folder / "progress").touch()
 
     def save(self, section: Section) -> None:
-        """Writes down how far this model came."""
+        """Writes down how far this model came. Of corrections it is DDP models that are compared, and only they are whole on
+        each rank."""
+        if section.order is None:
+            return
         weights = {name: _describe(p.detach()) for name, p in section.trainable().items()}
         fact = {"losses": self._losses, "times": self._times, "weights": weights}
-        name = f"trajectory.{section.number}.{section.rank}.json"
+        name = f"trajectory.{section.order}.{section.rank}.json"
         (self._folder / name).write_text(json.dumps(fact))
 
 
 def _describe(weight: torch.Tensor) -> list[Any]:
     """Digest of its bytes, and some of its elements."""
-    if hasattr(weight, "to_local"):
-        weight = weight.to_local()
     flat = weight.cpu().contiguous().flatten()
     digest = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
     samples = flat[:: max(1, flat.numel() // _NUM_SAMPLES)][:_NUM_SAMPLES]
