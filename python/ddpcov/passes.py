@@ -185,7 +185,7 @@ class Passes:
             self._live.note("sync", json.dumps(self._sync.finish()))
         if (num := len(self._hooks.averaging.ddps)) > 1:
             self._live.note("wrappers", json.dumps({"num": num}))
-        if stale := self._holdings.stale():
+        if stale := self._holdings.finish():
             self._live.note("optimizers", json.dumps({"stale": stale}))
 
     def _close_pass(self, run: steps.EngineRun | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,13 @@ from ddpcov.hooks import Hooks
 
 __all__ = ["Holdings"]
 
+_watched: weakref.WeakSet[Hooks] = weakref.WeakSet()
+"""Of all recordings under way: one optimizer may train several models."""
+
+
+def _is_in_a_model(tensor: Tensor) -> bool:
+    return any(hooks.owns([tensor]) for hooks in _watched)
+
 
 @dataclass
 class _Held:
@@ -20,11 +28,11 @@ class _Held:
     optimizer: Optimizer
     seen: tuple[int, int] = (-1, -1)
     idle: list[Tensor] = field(default_factory=list)
-    trained: list[Tensor] = field(default_factory=list)  # strange, and trained all the same: another model's
+    trained: list[Tensor] = field(default_factory=list)  # strange, and another model's
 
 
 class Holdings:
-    """Compares what optimizers hold with the model, at each of their steps; costs nothing where they agree."""
+    """Compares what optimizers hold with the models, at each of their steps; costs nothing where they agree."""
 
     def __init__(self, hooks: Hooks, optimizers: list[Optimizer]) -> None:
         self._hooks = hooks
@@ -33,6 +41,7 @@ class Holdings:
         self._leaves: dict[int, Tensor] = {}
         self._former: dict[int, tuple[Tensor, str]] = {}  # by id: what left the model, its optimizer holds it anyway
         self._version = -1
+        _watched.add(hooks)
 
     def refresh(self) -> None:
         """Takes in the names of parameters that left the model. No weak references: `swap_tensors` refuses such tensors."""
@@ -61,14 +70,14 @@ class Holdings:
             strange = (p for g in optimizer.param_groups for p in g["params"] if not self._hooks.owns([p]))
             held.idle = [p for p in strange if p.requires_grad and id(p) not in known]
         if held.idle:
-            held.trained += (p for p in held.idle if p.grad is not None)
-            held.idle = [p for p in held.idle if p.grad is None]
+            held.trained += (p for p in held.idle if p.grad is not None or _is_in_a_model(p))
+            held.idle = [p for p in held.idle if p.grad is None and not _is_in_a_model(p)]
 
-    def stale(self) -> list[dict[str, Any]]:
-        """What is idle at the end: where it stands, its shape, and its former name if it had one."""
+    def finish(self) -> list[dict[str, Any]]:
+        """Ends the comparison. What is idle: where it stands, its shape, and its former name if it had one."""
         out = []
         for held in self._all:
-            idle = {id(p) for p in held.idle if p.requires_grad and p.grad is None and not self._hooks.owns([p])}
+            idle = {id(p) for p in held.idle if p.requires_grad and p.grad is None and not _is_in_a_model(p)}
             for number, group in enumerate(held.optimizer.param_groups):
                 for index, p in enumerate(group["params"]):
                     if id(p) in idle:
@@ -76,4 +85,5 @@ class Holdings:
                         one = {"optimizer": kind, "group": number, "index": index, "shape": list(p.shape)}
                         former = self._former.get(id(p))
                         out.append({**one, "name": former[1]} if former is not None else one)
+        _watched.discard(self._hooks)
         return out

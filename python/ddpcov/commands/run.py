@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from ddpcov.commands.script import UsageError, add_arguments, command_of, corrections_of
+from ddpcov import Error
+from ddpcov.commands.script import UsageError, add_arguments, command_of, corrections_of, out_of, positive
 from ddpcov.launch.collect import collect, never_covered
 from ddpcov.launch.plan import Plan
 from ddpcov.launch.supervisor import Outcome, die_like, launch, planned
@@ -28,7 +29,7 @@ class Run:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declares the arguments."""
         add_arguments(parser)
-        parser.add_argument("--stop-after", type=_positive, metavar="N", help="end after N steps, with exit code 0")
+        parser.add_argument("--stop-after", type=positive, metavar="N", help="end after N steps, with exit code 0")
         parser.add_argument(
             "--apply",
             action="append",
@@ -38,24 +39,28 @@ class Run:
             " that defines correct(model), called before the model is wrapped",
         )
         parser.add_argument(
-            "--values", type=_positive, metavar="N", help="every N steps, look for zero and non-finite gradients"
+            "--values", type=positive, metavar="N", help="every N steps, look for zero and non-finite gradients"
         )
-        parser.add_argument("--sync-check", type=_positive, metavar="N", help="every N steps, compare gradients across ranks")
+        parser.add_argument("--sync-check", type=positive, metavar="N", help="every N steps, compare gradients across ranks")
         parser.add_argument("--diagnose", choices=("auto", "always", "off"), default="auto", help="when to trace for causes")
 
     def run(self, args: argparse.Namespace) -> int:
         """Runs the script; returns its exit code."""
-        command, corrections = command_of(args.script), corrections_of(args.apply)
+        command, corrections, out = command_of(args.script), corrections_of(args.apply), out_of(args.out)
         options = {"values": args.values, "sync_check": args.sync_check, "diagnose": args.diagnose}
-        freeze = _names_to_freeze(Path(args.out)) if "freeze" in corrections else {}
+        freeze = _names_to_freeze(out) if "freeze" in corrections else {}
         fields = {"stop_after": args.stop_after, "corrections": corrections, "freeze": freeze, "options": options}
-        with planned(args.out, **fields) as plan:
+        with planned(out, **fields) as plan:
             try:
                 outcome = launch(command, plan)
             except OSError as error:
                 raise UsageError(f"{command[0]}: {error.strerror or error}") from None
             _say_unreached(outcome)
-            _report(outcome, plan)
+            try:
+                _report(outcome, plan)
+            except (Error, OSError) as error:  # the folder may be gone; the exit code is the script's all the same
+                print(f"ddpcov run: {error}", file=sys.stderr)
+                outcome.code = outcome.code or 1
         return die_like(outcome.code if outcome.code or outcome.parts else 1)
 
 
@@ -103,10 +108,3 @@ def _names_to_freeze(out: Path) -> dict[str, list[str]]:
             f"--apply freeze: the run at {out} has no DDP model where some parameters got a gradient and others never; {hint}"
         )
     return names
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value

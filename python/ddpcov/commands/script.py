@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddpcov.launch.plan import FLAGS
 
-__all__ = ["USAGE", "UsageError", "add_arguments", "command_of", "corrections_of", "split"]
+__all__ = ["USAGE", "UsageError", "add_arguments", "command_of", "corrections_of", "out_of", "positive", "split"]
 
 USAGE = "%(prog)s [OPTIONS] SCRIPT ARGS…\n       %(prog)s [OPTIONS] -m MODULE ARGS…\n       %(prog)s [OPTIONS] -- COMMAND ARGS…"
 _COMMANDS = ("run", "verify")
@@ -39,6 +39,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what both commands take."""
     parser.usage = USAGE
     parser.add_argument("--out", default="run.bin", metavar="FILE", help="the capture (default: run.bin)")
+
+
+def out_of(name: str) -> Path:
+    """Where the capture is to be.
+
+    Raises:
+        UsageError: nothing can be written there, which would show only after the training.
+    """
+    out = Path(name)
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise UsageError(f"--out {name}: a folder; give the file")
+    if not folder.is_dir():
+        raise UsageError(f"--out {name}: {folder} is no folder; make it first")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--out {name}: no permission to write in {folder}; give another place")
+    return out
+
+
+def positive(text: str) -> int:
+    """Of an option that wants a number from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
+    return int(text)
 
 
 def command_of(script: Sequence[str]) -> list[str]:

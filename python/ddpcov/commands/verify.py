@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddpcov.commands.script import UsageError, add_arguments, command_of
+from ddpcov.commands.script import UsageError, add_arguments, command_of, out_of, positive
 from ddpcov.launch.attempt import Attempt, attempt, compare
 from ddpcov.launch.collect import never_covered
 from ddpcov.report import Report
@@ -37,10 +37,10 @@ class Verify:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declares the arguments."""
         add_arguments(parser)
-        parser.add_argument("--steps", type=_positive, default=8, metavar="N", help="steps of each run (default: 8)")
+        parser.add_argument("--steps", type=positive, default=8, metavar="N", help="steps of each run (default: 8)")
         parser.add_argument(
             "--timeout",
-            type=_positive,
+            type=positive,
             default=300,
             metavar="S",
             help="a run hangs if no step ends for S seconds (default: 300)",
@@ -48,10 +48,10 @@ class Verify:
 
     def run(self, args: argparse.Namespace) -> int:
         """Runs the script several times."""
-        command = command_of(args.script)
+        command, out = command_of(args.script), out_of(args.out)
         with tempfile.TemporaryDirectory() as folder:
             bench = _Bench(command, Path(folder), args.steps, args.timeout)
-            as_is = bench.run_as_is(Path(args.out))
+            as_is = bench.run_as_is(out)
             if as_is.report is None:
                 _show_log(as_is)
                 print(
@@ -240,10 +240,3 @@ def _show_log(one: Attempt) -> None:
     lines = one.log.rstrip().splitlines()[-_NUM_LOG_LINES:]
     print(f"\nThe last lines of the script's output, {_name(one.corrections)}:", file=sys.stderr)
     print("\n".join(f"    {line}" for line in lines), file=sys.stderr)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
