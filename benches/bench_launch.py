@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 BOUND = 1.02  # × a step inside `track`
-NUM_ROUNDS = 7
+NUM_ROUNDS = 5
 
 SCRIPT = """
 import contextlib, statistics, sys, time
