@@ -13,6 +13,7 @@ run imports no torch.
 from typing import TYPE_CHECKING, Any
 
 from ddpcov._core import CaptureError, Error, MergeError, __version__
+from ddpcov.divergence import RankDivergence
 from ddpcov.reading import read
 from ddpcov.report import Advice, Finding, ParameterCoverage, Place, Report, Run, Totals, Wrapper
 
@@ -27,6 +28,7 @@ __all__ = [
     "MergeError",
     "ParameterCoverage",
     "Place",
+    "RankDivergence",
     "Report",
     "Run",
     "Totals",

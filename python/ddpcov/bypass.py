@@ -29,6 +29,8 @@ class _Reducer:
     """What is known of the reducer of one DDP module."""
 
     ddp: DistributedDataParallel
+    order: int = 0
+    """Its number among the DDP modules of the model."""
     mask: int = 0
     """The parameters that it waits for, as a row."""
     num_orphans: int = 0
@@ -63,6 +65,15 @@ class _Reducer:
         elif self.ddp.static_graph or self.ddp.find_unused_parameters or self.num_orphans:
             self.is_prepared = None
         return verdict
+
+    def will_lack(self, row: int) -> int:
+        """Of what a pass must reach to let this reducer come to its end, what one that reaches `row` will not; of a reducer
+        that searches for unused parameters nothing, if the pass reaches any: its search has seen to the rest."""
+        if self.ddp.static_graph:
+            return self.first & ~row if self.first is not None else 0 if row & self.mask else self.mask
+        if self.ddp.find_unused_parameters:
+            return 0 if row & self.mask else self.mask
+        return self.pending & ~row
 
     def _is_done(self, row: int, is_partial: bool) -> bool:
         """Whether it was used up, if it was prepared. Without flags it goes on until all was reached, pass by pass."""
@@ -114,6 +125,21 @@ class Reducers:
             return 0 if averaging.is_synchronised() else _core.NO_SYNC
         return _core.NO_SYNC | _core.BYPASSED if verdicts == {"bypassed"} and not has_raised else _core.NO_SYNC
 
+    @property
+    def at_stake(self) -> list[_Reducer]:
+        """Those that a forward prepared, so that the coming pass is theirs; or may have."""
+        return [r for r in self._all if r.is_prepared is not False]
+
+    @property
+    def blind(self) -> str:
+        """Why what the wrapper does cannot be foreseen at all; nothing if it can."""
+        averaging = self._hooks.averaging
+        if self._is_broken or len(self._all) < len(averaging.ddps):
+            return "a DDP that is compiled, or does not reduce by itself, cannot be followed"
+        if any(getattr(getattr(r.ddp, "_join_config", None), "enable", False) for r in self._all):
+            return "inside torch's Join, ranks may run out of data"
+        return ""
+
     def stop(self) -> None:
         """Looks at forwards no longer."""
         for reducer in self._all:
@@ -129,7 +155,7 @@ class Reducers:
         known = {id(r.ddp): r for r in self._all}
         bits = self._hooks.bits()
         watched = []
-        for ddp, awaited in zip(averaging.ddps, averaging.awaited_by, strict=True):
+        for order, (ddp, awaited) in enumerate(zip(averaging.ddps, averaging.awaited_by, strict=True)):
             if id(ddp) in averaging.compiled or not _prepares_by_itself(ddp):
                 continue
             reducer = known.pop(id(ddp), None)
@@ -140,7 +166,7 @@ class Reducers:
             ids = [bits[id(p)] for p in awaited if id(p) in bits]
             mask = _row(ids)
             reducer.pending = reducer.pending & mask | mask & ~reducer.mask if reducer.mask else mask
-            reducer.mask, reducer.num_orphans = mask, len(awaited) - len(ids)
+            reducer.order, reducer.mask, reducer.num_orphans = order, mask, len(awaited) - len(ids)
             watched.append(reducer)
         for reducer in known.values():
             _forget(reducer)

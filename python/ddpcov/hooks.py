@@ -68,7 +68,7 @@ class Hooks:
     _recorder: _core.Recorder
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        self._model = model
+        self.model = model
         self._optimizers = optimizers
         self._ids: dict[str, int] = {}
         self._definitions: list[Definition] = []
@@ -127,9 +127,9 @@ class Hooks:
         self._armed.clear()
 
     def _look_through(self, num_optimized: int) -> None:
-        modules = list(wrappers.walk(self._model))
+        modules = list(wrappers.walk(self.model))
         if wrappers.ddps_in(m for _, m in modules) != self.averaging.ddps:
-            self.averaging = wrappers.examine(self._model)
+            self.averaging = wrappers.examine(self.model)
         sharding = wrappers.sharding_of(m for _, m in modules)
         named = _named_parameters(modules, sharding)
         dicts: list[dict[str, Any]] = [cast(dict[str, Any], d) for _, m in modules for d in (m._parameters, m._modules)]

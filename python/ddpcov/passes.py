@@ -15,7 +15,9 @@ from ddpcov import _core, steps
 from ddpcov.bypass import Reducers
 from ddpcov.diagnosis.observer import Observer
 from ddpcov.gradsync import GradSync
+from ddpcov.guard import Guard
 from ddpcov.hooks import Hooks
+from ddpcov.lockstep import Lockstep
 from ddpcov.stale import Holdings
 from ddpcov.values import Values
 
@@ -54,6 +56,8 @@ class Passes:
         *,
         values: Values | None,
         sync: GradSync | None,
+        lockstep: Lockstep | None,
+        tell: Callable[[str], None],
         give_up: Callable[[str], None],
         tell_failure: Callable[[str], None],
     ) -> None:
@@ -67,6 +71,9 @@ class Passes:
         self._optimizers = optimizers
         self._values = values
         self._sync = sync
+        self._guard = None
+        if lockstep is not None:
+            self._guard = Guard(hooks, self._reducers, observer, lockstep, note=self._note, tell=tell)
         self._give_up = give_up
         self._tell_failure = tell_failure
         self._has_given_up = self._has_failed = False
@@ -89,6 +96,8 @@ class Passes:
             self._observer.pass_begins(run)
             if run.is_backward:
                 self._live.begin_pass()
+                if self._guard is not None and self._num_open == 1:
+                    self._guard.pass_begins(run, self._open_step)
                 if self._values is not None:
                     self._values.pass_begins(self._open_step)
 
@@ -99,6 +108,8 @@ class Passes:
             if self._num_open == 0:
                 return  # it began before the block did
             self._num_open -= 1
+            if self._guard is not None:
+                self._guard.pass_ends(run)
             if self._is_ours(run):
                 self._close_pass(run)
             elif self._num_open == 0:
@@ -179,14 +190,19 @@ class Passes:
     def stop(self, *, has_failed: bool) -> None:
         """Lets go of what it watches, and notes what only the end shows."""
         self._reducers.stop()
+        if self._guard is not None:
+            self._guard.stop("it left the block" + (" with an exception" if has_failed else ""))
         if self._values is not None:
-            self._live.note("values", json.dumps(self._values.finish(has_failed=has_failed)))
+            self._note("values", self._values.finish(has_failed=has_failed))
         if self._sync is not None:
-            self._live.note("sync", json.dumps(self._sync.finish()))
+            self._note("sync", self._sync.finish())
         if (num := len(self._hooks.averaging.ddps)) > 1:
-            self._live.note("wrappers", json.dumps({"num": num}))
+            self._note("wrappers", {"num": num})
         if stale := self._holdings.finish():
-            self._live.note("optimizers", json.dumps({"stale": stale}))
+            self._note("optimizers", {"stale": stale})
+
+    def _note(self, topic: str, fact: dict[str, Any]) -> None:
+        self._live.note(topic, json.dumps(fact))
 
     def _close_pass(self, run: steps.EngineRun | None = None) -> None:
         flags = 0

@@ -1,8 +1,9 @@
-"""The ranks of a run: the only file that speaks torch.distributed.
+"""The ranks of a run: beside `lockstep.py` the only file that speaks torch.distributed.
 
 What crosses between ranks: at the start, the name of the run; at a clean exit, first an agreement through the store that all
 leave cleanly, then one SUM all-reduce, and the histories of ranks that differ. Whatever fails here leaves the shards where
-they are, for `report` to merge. While the ranks train they compare gradients, if that was asked for, and nothing else.
+they are, for `report` to merge. While the ranks train they compare gradients and passes, if that was asked for, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcov import _core
+from ddpcov.lockstep import Lockstep
 from ddpcov.wrappers import ddps_in
 
 __all__ = ["EXIT_TIMEOUT", "ROUND_TIMEOUT", "Ranks", "RoundsOver", "check_sums", "meet", "pack_counts"]
@@ -169,6 +171,10 @@ class Ranks:
             if self._store.add("knowing", 1) == self.world_size - 1:
                 self._store.set("known", "yes")
         return is_written
+
+    def lockstep(self, timeout: timedelta) -> Lockstep:
+        """For comparisons before each pass."""
+        return Lockstep(self.members, self.rank, self._store, timeout)
 
     def _device(self) -> torch.device:
         types = {device.type for device in self._group._device_types}

@@ -45,13 +45,18 @@ class EngineRun:
         if self.inputs:
             yield from (t for t in self.inputs if isinstance(t, Tensor))
             return
+        for node in self.nodes():
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+
+    def nodes(self) -> Iterator[Any]:
+        """The nodes of its graph."""
         roots = (t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors)
         nodes: list[Any] = [node for node in roots if node is not None]
         seen = set(nodes)
         while nodes:
             node = nodes.pop()
-            if isinstance(leaf := getattr(node, "variable", None), Tensor):
-                yield leaf
+            yield node
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)

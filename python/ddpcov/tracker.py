@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,12 +22,15 @@ from ddpcov import _core, ranks, reading, steps
 from ddpcov.diagnosis.observer import Observer
 from ddpcov.gradsync import GradSync
 from ddpcov.hooks import Hooks
+from ddpcov.lockstep import Lockstep
 from ddpcov.note import note
 from ddpcov.passes import Passes
 from ddpcov.report import Report, as_ranges
 from ddpcov.values import Values
 
 __all__ = ["Tracker", "track"]
+
+_NO_STALL_SECONDS = 365 * 86400.0
 
 _active: list[Tracker] = []
 _is_fork_watched = False
@@ -63,8 +67,13 @@ def track(
             Sharded models are not checked.
         diagnose: `"auto"` traces the first steps, and those after a new coverage pattern, to establish why a parameter is
             missed; `"always"` traces every step; `"off"` none.
-        rows, stall_after, guard: kinds of observation that this version does not make yet.
-            It says so when one is asked for, and records coverage all the same.
+        stall_after: seconds that a backward pass may stay open before it is said, once, on stderr, what this rank still lacks
+            in it and what the other ranks did; and that `guard` waits for a rank. None: never, and without end.
+        guard: before the first gradient of each pass that DDP averages, or FSDP2 reduces, ranks compare what it will reach. A
+            difference that the wrapper would not survive with its present flags raises `ddpcov.RankDivergence` out of
+            `backward()` on every rank, with names, ranks and, where it is known, the cause, in place of a hang.
+        rows: a kind of observation that this version does not make yet.
+            It says so when it is asked for, and records coverage all the same.
 
     Raises:
         TypeError: `model` is not a module, or `optimizer` no optimizer.
@@ -79,10 +88,22 @@ def track(
     for name, every in ("values", values), ("sync_check", sync_check):
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"{name}={every!r}: expected a number of steps, 1 or more, or None")
-    asked = [k for k, v in {"rows": rows, "guard": guard}.items() if v]
-    if asked:
-        _say(f"{', '.join(asked)}: not observed by ddpcov {_core.__version__}; coverage is recorded without it")
-    return Tracker(model, out, optimizers, process_group, same_parameters, diagnose, values_every=values, sync_every=sync_check)
+    if stall_after is not None and not (isinstance(stall_after, int | float) and stall_after > 0):
+        raise ValueError(f"stall_after={stall_after!r}: expected a number of seconds, more than 0, or None")
+    if rows:
+        _say(f"rows: not observed by ddpcov {_core.__version__}; coverage is recorded without it")
+    return Tracker(
+        model,
+        out,
+        optimizers,
+        process_group,
+        same_parameters,
+        diagnose,
+        values_every=values,
+        sync_every=sync_check,
+        stall_after=stall_after,
+        guard=guard,
+    )
 
 
 def _optimizers(given: Any) -> list[Optimizer]:
@@ -111,6 +132,8 @@ class Tracker:
         *,
         values_every: int | None,
         sync_every: int | None,
+        stall_after: float | None,
+        guard: bool,
     ) -> None:
         self._model = model
         self._out = None if out is None else os.fspath(out)
@@ -120,6 +143,8 @@ class Tracker:
         self._diagnose = diagnose
         self._values_every = values_every
         self._sync_every = sync_every
+        self._stall_after = stall_after
+        self._guard = guard
         self._recorder: _core.Recorder | None = None
         self._merged: _core.Capture | None = None
         self._passes: Passes | None = None  # as long as it records
@@ -199,6 +224,8 @@ class Tracker:
             self._optimizers,
             values=self._new_values(recorder),
             sync=self._new_sync(),
+            lockstep=self._new_lockstep(),
+            tell=_say,
             give_up=self._give_up,
             tell_failure=self._tell_failure,
         )
@@ -239,6 +266,19 @@ class Tracker:
                 _say("sync_check: not made for a sharded model, whose ranks hold different gradients on purpose")
             return None
         return GradSync(self._sync_every, self._hooks, self._ranks, tell=_say)
+
+    def _new_lockstep(self) -> Lockstep | None:
+        if not self._guard or self._ranks.world_size == 1:
+            return None
+        kind = self._hooks.averaging.wrapper.kind
+        why = "" if kind in ("ddp", "fsdp2") else "only DDP and FSDP2 can be guarded"
+        if not self._same_parameters:
+            why = "ranks hold different parameters (same_parameters=False)"
+        if why:
+            if self._ranks.is_first:
+                _say(f"guard: not made: {why}")
+            return None
+        return self._ranks.lockstep(timedelta(seconds=self._stall_after or _NO_STALL_SECONDS))
 
     def _note_run(self) -> None:
         self._live.note("run", json.dumps(self._describe()))

@@ -23,6 +23,7 @@ __all__ = [
     "is_lazy",
     "is_trainable",
     "is_wrapper",
+    "reducing_leaves",
     "sharding_of",
     "walk",
 ]
@@ -101,6 +102,25 @@ def _fsdp2_groups(state: Any) -> Iterable[Any]:
         return state._fsdp_param_groups  # type: ignore[no-any-return]
     group = getattr(state, "_fsdp_param_group", None)
     return () if group is None else (group,)
+
+
+def reducing_leaves(modules: Iterable[nn.Module]) -> list[tuple[Tensor, bool]] | None:
+    """FSDP2: the leaves whose gradients the coming pass reduces, and whether each holds one of an earlier pass, to be reduced
+    with it; None where that is not known."""
+    out: list[tuple[Tensor, bool]] = []
+    for module in modules:
+        find_state: Any = getattr(module, "_get_fsdp_state", None)
+        state = find_state() if isinstance(find_state, MethodType) else None
+        for group in _fsdp2_groups(state):
+            if not hasattr(group, "reduce_grads"):
+                return None
+            if group.reduce_grads and not getattr(group, "reduce_scatter_unused_params", False):
+                out += (
+                    (leaf, leaf.grad is not None or getattr(shard, "unsharded_accumulated_grad", None) is not None)
+                    for shard in group.fsdp_params
+                    if (leaf := getattr(shard, "_unsharded_param", None)) is not None
+                )
+    return out
 
 
 def is_fsdp1(module: nn.Module) -> bool:

@@ -250,3 +250,13 @@ def test_verify_of_a_job_that_hangs(folder: Path) -> None:
     report = done.report
     assert report.advice.find_unused_parameters == "on"
     assert {p.name for p in report.parameters if 1 in p.missed} == {"now_and_then.weight", "now_and_then.bias"}
+
+
+def test_a_branch_on_one_rank_under_the_guard(folder: Path) -> None:
+    done = run(folder, *RUN, "--guard", "--", "torchrun", *TORCHRUN[2:], "branches.py", time_limit=120)
+    assert done.code == 1
+    assert done.stderr.count("rank 1 would not reach now_and_then.weight, now_and_then.bias") >= 2  # on both ranks
+    found = {f.code: f for f in done.report.findings}
+    assert found["DDC202"].parameters == ("now_and_then.bias", "now_and_then.weight")
+    assert (found["DDC202"].ranks, found["DDC101"].ranks) == ((1,), (1,))
+    assert done.report.advice.find_unused_parameters == "on"

@@ -42,12 +42,22 @@ class Run:
             "--values", type=positive, metavar="N", help="every N steps, look for zero and non-finite gradients"
         )
         parser.add_argument("--sync-check", type=positive, metavar="N", help="every N steps, compare gradients across ranks")
+        parser.add_argument(
+            "--guard", action="store_true", help="raise ddpcov.RankDivergence on every rank where DDP or FSDP2 would hang"
+        )
+        parser.add_argument(
+            "--stall-after",
+            type=positive,
+            default=60,
+            metavar="S",
+            help="say what a backward pass waits for once it is open for S seconds; the guard's patience, too (default: 60)",
+        )
         parser.add_argument("--diagnose", choices=("auto", "always", "off"), default="auto", help="when to trace for causes")
 
     def run(self, args: argparse.Namespace) -> int:
         """Runs the script; returns its exit code."""
         command, corrections, out = command_of(args.script), corrections_of(args.apply), out_of(args.out)
-        options = {"values": args.values, "sync_check": args.sync_check, "diagnose": args.diagnose}
+        options = {name: getattr(args, name) for name in ("values", "sync_check", "diagnose", "guard", "stall_after")}
         freeze = _names_to_freeze(out) if "freeze" in corrections else {}
         fields = {"stop_after": args.stop_after, "corrections": corrections, "freeze": freeze, "options": options}
         with planned(out, **fields) as plan:

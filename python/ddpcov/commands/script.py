@@ -15,7 +15,7 @@ __all__ = ["USAGE", "UsageError", "add_arguments", "command_of", "corrections_of
 
 USAGE = "%(prog)s [OPTIONS] SCRIPT ARGS…\n       %(prog)s [OPTIONS] -m MODULE ARGS…\n       %(prog)s [OPTIONS] -- COMMAND ARGS…"
 _COMMANDS = ("run", "verify")
-_SWITCHES = ("-h", "--help")
+_SWITCHES = ("-h", "--help", "--guard")
 
 
 class UsageError(Exception):
@@ -25,7 +25,7 @@ class UsageError(Exception):
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our own arguments, and the script's: from the script's name, `-m` or `--` on, after which nothing is ours.
 
-    argparse cannot tell, as versions of it treat `--` differently. All options of these commands take a value.
+    argparse cannot tell, as versions of it treat `--` differently. All options of these commands but `_SWITCHES` take a value.
     """
     if not argv or argv[0] not in _COMMANDS:
         return list(argv), []

@@ -30,11 +30,16 @@ def _flag(facts: Facts) -> str:
     is_twice = any(facts.said_ready_twice()) or (
         not facts.wrapper.static_graph and any(p.of_kind("again") for p in facts.profiles)
     )
-    if is_twice or any(lane.idle for lane in facts.lanes):
+    if is_twice or _is_idle(facts):
         return "cannot-help"
     # Lacking in one averaged pass and covered in another, or on another rank: neither freezing nor deleting is right.
-    varies = any(facts.awaited_in_vain(p) and p.of_kind("covered") for p in facts.profiles)
+    varies = any(facts.awaited_in_vain(p) and p.of_kind("covered") for p in facts.profiles) or any(facts.divergences())
     return "on" if varies else "off"
+
+
+def _is_idle(facts: Facts) -> bool:
+    """Whether a pass reached nothing at all on some rank, or was about to."""
+    return any(lane.idle for lane in facts.lanes) or any(d.is_idle for d in facts.divergences())
 
 
 def _wasted_bytes(facts: Facts) -> int:
@@ -70,7 +75,7 @@ def _actions(facts: Facts, flag: str, static_graph: str) -> list[str]:
             + (
                 "a backward pass reached no parameter at all on some rank, which the other ranks wait for; let every rank's"
                 " loss depend on the model, with weight zero if need be."
-                if any(lane.idle for lane in facts.lanes)
+                if _is_idle(facts)
                 else "DDP counted a parameter ready twice."
             )
         )

@@ -100,6 +100,18 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """Ranks that were about to do something else than others, when the guard stopped them."""
+
+    step: int
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    """What they would not have reached, and others would."""
+    is_idle: bool
+    """They would have reached nothing at all."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """A run, as the rules see it."""
 
@@ -139,6 +151,17 @@ class Facts:
         """Whether what these parameters lacked stops DDP, or hangs it."""
         vain = self.awaited_in_vain(profile)
         return bool(vain) and (self.is_strict or any(self.lanes[lane].raised(UNFINISHED) for lane in vain))
+
+    def divergences(self) -> Iterator[Divergence]:
+        """What the guard kept from happening. All ranks noted the same."""
+        noted: dict[str, Any] = next((lane.facts["divergence"] for lane in self.lanes if "divergence" in lane.facts), {})
+        for group in noted.get("groups") or ():
+            try:
+                ranks, names = tuple(map(int, group["ranks"])), tuple(map(str, group["names"]))
+                if names:
+                    yield Divergence(int(noted["step"]), ranks, names, bool(group["is_idle"]))
+            except (LookupError, TypeError, ValueError):
+                continue
 
     def awaited_in_vain(self, profile: Profile) -> dict[int, list[Range]]:
         """Lane → steps in which DDP waited for them, and no gradient came. Of several DDPs, where one of them said so."""

@@ -57,6 +57,24 @@ class Observer:
         if self._trace is not None:
             self._contain(lambda: self._watch_pass(run))
 
+    def foresee(self, missed: set[int], reached: frozenset[int], step: int) -> list[dict[str, Any]]:
+        """Of a pass that has just begun, and will reach `reached`: what is known of the parameters that it will not; noted as
+        if it had ended. Nothing where it is not traced.
+
+        What leads to a parameter is no part of the pass then, so no gradient could have arrived there.
+        """
+        found: list[dict[str, Any]] = []
+
+        def look() -> None:
+            if self._trace is not None and self._current is not None:
+                self._current.reached = self._current.covered = reached
+                found.extend(evidence.gather(self._trace, self._hooks, missed, self._current))
+                self._step = step
+                self._note("evidence", {"groups": found, "blind": self._trace.blind})
+
+        self._contain(look)
+        return found
+
     def pass_ends(self, run: steps.EngineRun | None) -> None:
         """It ended, or autograd ran unseen. Whether it was a pass of this model, `pass_closed` has said before."""
         if self._current is not None:

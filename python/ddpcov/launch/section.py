@@ -34,6 +34,8 @@ class Section(Tracker):
             options.get("diagnose", "auto"),
             values_every=options.get("values"),
             sync_every=options.get("sync_check"),
+            stall_after=options.get("stall_after", 60.0),
+            guard=options.get("guard", False),
         )
         self.model = model
         self.is_wrapped = order is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddpcov.diagnosis.facts import Facts
-from ddpcov.diagnosis.rules import capture, missed, optimizer, sync, values, wrapper
+from ddpcov.diagnosis.rules import capture, divergence, missed, optimizer, sync, values, wrapper
 from ddpcov.diagnosis.rules.finding import Found
 from ddpcov.report import Finding
 
@@ -37,6 +37,7 @@ _RULES: tuple[Callable[[Facts], Found], ...] = (
     missed.loss_detached,
     missed.some_steps_or_ranks,
     missed.some_passes,
+    divergence.prevented,
     values.zero_gradient,
     wrapper.frozen_after_wrap,
     wrapper.unknown_to_wrapper,

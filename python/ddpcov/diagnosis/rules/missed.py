@@ -33,6 +33,21 @@ def missed(facts: Facts) -> Found:
         yield from known.findings(facts)
 
 
+def causes_of(facts: Facts, names: tuple[str, ...], ranks: tuple[int, ...], step: int) -> Found:
+    """Why ranks were about to miss parameters in a step, as far as it is established."""
+    alike: dict[Cause, _Alike] = {}
+    for index, lane in enumerate(facts.lanes):
+        if not set(ranks).isdisjoint(lane.ranks):
+            known = _Causes(lane)
+            for name in names:
+                cause, explained = known.of(name, [(step, step)])
+                if explained and cause.code != "DDC100":
+                    pattern = fixes.Pattern(varies=True, is_static=False, is_awaited=facts.wrapper.kind == "ddp", is_fatal=True)
+                    alike.setdefault(cause, _Alike(cause, pattern)).members.append((cause, name, index, explained))
+    for group in alike.values():
+        yield from group.findings(facts)
+
+
 @across_ranks
 def loss_detached(facts: Facts) -> Found:
     """DDC107: a backward pass, or a whole step, reached nothing."""
