@@ -18,6 +18,8 @@
 //! | `known` | recognises what was met before, in bounded memory |
 //! | [`recorder`] | the live store that hooks write into |
 //! | [`merge`] | shards or lanes into one capture |
+//! | [`stall`] | what an open pass waits for |
+//! | [`watchdog`] | the thread that notices one |
 //! | [`analysis`] | set algebra over ranks and steps |
 //!
 //! Invariants, stated as what is absent:
@@ -37,6 +39,8 @@ pub mod merge;
 pub mod params;
 pub mod ranges;
 pub mod recorder;
+pub mod stall;
+pub mod watchdog;
 
 #[cfg(feature = "python")]
 mod python;

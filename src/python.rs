@@ -1,9 +1,12 @@
 //! The boundary: the only file that names pyo3. It converts, releases the interpreter around what takes long, and maps the
 //! core's errors, once. `python/ddpcov/_core.pyi` is its manual.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use pyo3::exceptions::{PyException, PyOSError};
 use pyo3::prelude::*;
@@ -17,6 +20,8 @@ use crate::merge;
 use crate::params::Parameter;
 use crate::ranges::Ranges;
 use crate::recorder;
+use crate::stall;
+use crate::watchdog;
 
 pyo3::create_exception!(ddpcov, Error, PyException, "Base of everything that ddpcov raises on purpose.");
 pyo3::create_exception!(ddpcov, CaptureError, Error, "A file is not a capture, or not a whole one.");
@@ -59,7 +64,8 @@ impl Slot {
 
 #[pyclass(frozen, module = "ddpcov._core")]
 struct Recorder {
-    core: recorder::Recorder,
+    core: Arc<recorder::Recorder>,
+    path: Option<PathBuf>,
     run: RunId,
 }
 
@@ -78,7 +84,7 @@ impl Recorder {
     ) -> PyResult<Self> {
         let ddpcov = env!("CARGO_PKG_VERSION").to_owned();
         let run = RunId { started, nonce, ranks: ranks.into_iter().collect(), optimizer_given, ddpcov };
-        Ok(Self { core: recorder::Recorder::new(path.as_deref(), &run, rank)?, run })
+        Ok(Self { core: Arc::new(recorder::Recorder::new(path.as_deref(), &run, rank)?), path, run })
     }
 
     fn define(&self, first: u32, parameters: Vec<ParameterTuple>) -> PyResult<()> {
@@ -120,6 +126,13 @@ impl Recorder {
             num_orphans,
             has_wrapper,
         })?)
+    }
+
+    fn watch(&self, stall_after: f64) -> PyResult<()> {
+        let after = Duration::try_from_secs_f64(stall_after)
+            .map_err(|error| Error::new_err(format!("stall_after={stall_after}: {error}")))?;
+        watchdog::watch(&self.core, self.path.clone(), after);
+        Ok(())
     }
 
     fn begin_pass(&self) {
@@ -209,7 +222,7 @@ impl Merger {
 
     fn add_shard(&mut self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         py.detach(|| {
-            let (run, lane) = journal::read_shard(&std::fs::read(path).map_err(CoreError::from)?)?;
+            let (run, lane) = journal::read_shard_at(&path)?;
             Ok(self.0.add(&run, lane)?)
         })
     }
@@ -254,7 +267,9 @@ impl Capture {
             let facts = l.facts.iter().map(|f| (f.topic.clone(), f.body.clone())).collect();
             (pairs(&l.ranks), l.end.clone(), facts)
         });
-        Analysis { lanes: lanes.collect(), core: analysis }
+        let stalls = py.detach(|| stall::stalls(&self.0.lanes));
+        let stalls = stalls.into_iter().map(|stall| (stall.lane, stall.lines)).collect();
+        Analysis { lanes: lanes.collect(), stalls, core: analysis }
     }
 }
 
@@ -264,6 +279,7 @@ type LaneTuple = (Pairs, Option<String>, Vec<(String, String)>);
 struct Analysis {
     core: analysis::Analysis,
     lanes: Vec<LaneTuple>,
+    stalls: HashMap<usize, Vec<String>>,
 }
 
 #[pymethods]
@@ -288,7 +304,7 @@ impl Analysis {
 
     #[getter]
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let to_dict = |(summary, lane): (&analysis::LaneSummary, &LaneTuple)| {
+        let to_dict = |(index, (summary, lane)): (usize, (&analysis::LaneSummary, &LaneTuple))| {
             let out = PyDict::new(py);
             out.set_item("ranks", lane.0.clone())?;
             out.set_item("end", lane.1.clone())?;
@@ -304,9 +320,10 @@ impl Analysis {
             out.set_item("has_wrapper", summary.has_wrapper)?;
             let broken_off = summary.broken_off.as_ref().map(|b| (b.covered.clone(), b.lacking.clone()));
             out.set_item("broken_off", broken_off)?;
+            out.set_item("stall", self.stalls.get(&index).cloned().unwrap_or_default())?;
             Ok(out)
         };
-        self.core.lanes.iter().zip(&self.lanes).map(to_dict).collect()
+        self.core.lanes.iter().zip(&self.lanes).enumerate().map(to_dict).collect()
     }
 
     #[getter]

@@ -277,6 +277,16 @@ impl Recorder {
         self.shared.enabled.store(false, Ordering::Relaxed);
     }
 
+    /// Whether events are still taken.
+    pub fn is_enabled(&self) -> bool {
+        self.shared.enabled.load(Ordering::Relaxed)
+    }
+
+    /// Number of the pass that is open, if one is.
+    pub fn open_pass(&self) -> Option<u64> {
+        live::load_pass(&self.inner().state_words.1)
+    }
+
     /// Why recording went on in memory only, if it did.
     pub fn failure(&self) -> Option<String> {
         self.inner().failure.clone()

@@ -96,6 +96,10 @@ class Recorder:
         """What is true of the parameters (ids) from the next pass on; see `Situation` in the core for each. Raises Error for
         an id that is not defined."""
 
+    def watch(self, stall_after: float) -> None:
+        """Starts a thread that says on stderr, once, what a pass waits for that stays open for so many seconds. It ends
+        with the recording."""
+
     def begin_pass(self) -> None:
         """Marks the pass open, for whoever reads the shard if this process ends inside it."""
 

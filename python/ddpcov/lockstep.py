@@ -1,7 +1,6 @@
-"""Ranks compare a word or two before each pass. Beside `ranks.py` the only file that speaks torch.distributed.
+"""Ranks compare a word or two before each pass: one SUM all-reduce of nine integers.
 
-One SUM all-reduce of nine integers on the CPU, in a group of its own, so that the order of the training's collectives is as it
-was. A rank that does not come is found out: it may have left, stopped comparing, died, or simply not have come in time.
+A rank that does not come is found out: it may have left, stopped comparing, died, or simply not have come in time.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 __all__ = ["Absent", "Lockstep", "Over"]
 
@@ -38,14 +36,25 @@ class Absent(Exception):
 
 
 class Lockstep:
-    """Comparisons of all ranks, one after the other; a rank must come to each, or say that it comes to no more."""
+    """Comparisons of all ranks, one after the other; a rank must come to each, or say that it comes to no more.
 
-    def __init__(self, members: list[int], rank: int, store: Any, timeout: timedelta) -> None:
+    `make_group` makes the group that the sums are taken in, and returns what begins one.
+    """
+
+    def __init__(
+        self,
+        members: list[int],
+        rank: int,
+        store: Any,
+        timeout: timedelta,
+        make_group: Callable[[], Callable[[torch.Tensor], Any]],
+    ) -> None:
         self._members = members
         self._rank = rank
         self._timeout = timeout
+        self._make_group = make_group
+        self._begin_sum: Callable[[torch.Tensor], Any] | None = None
         self._number = 0
-        self._group: Any = None
         try:
             self._store = store.clone()  # whoever waits on a shared connection keeps the process's other threads from it
         except (AttributeError, RuntimeError, NotImplementedError):
@@ -65,9 +74,10 @@ class Lockstep:
         deadline = time.monotonic() + self._timeout.total_seconds()
         self._number += 1
         try:
-            if self._group is None:
-                self._group = self._make_group(deadline)
-            work = dist.all_reduce(words, group=self._group, async_op=True)
+            if self._begin_sum is None:
+                self._wait_for_all(deadline)
+                self._begin_sum = self._make_group()
+            work = self._begin_sum(words)
             self._until(lambda: work.wait(_SLICE), work.is_completed, deadline)
         except (RuntimeError, ValueError) as error:
             raise self._what_happened(error) from None
@@ -118,12 +128,11 @@ class Lockstep:
             self._store.set(f"guard/{topic}/{self._rank}", why)
             self._store.set(f"guard/{topic}", str(self._rank))
 
-    def _make_group(self, deadline: float) -> Any:
-        """Made when every rank is known to come, as to make a group waits for all of them."""
+    def _wait_for_all(self, deadline: float) -> None:
+        """To make a group waits for all ranks, whatever became of them; so it begins when every one is known to come."""
         if self._store.add("guard/arrived", 1) == len(self._members):
             self._store.set("guard/open", "")
         self._until(lambda: self._store.wait(["guard/open"], _SLICE), lambda: False, deadline)
-        return dist.new_group(self._members, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
 
     def _until(self, wait: Callable[[], Any], is_completed: Callable[[], bool], deadline: float) -> None:
         """Waits, slice by slice, until it is done, failed, or will not be."""

@@ -1,4 +1,4 @@
-"""The ranks of a run: beside `lockstep.py` the only file that speaks torch.distributed.
+"""The ranks of a run: the only file that speaks torch.distributed.
 
 What crosses between ranks: at the start, the name of the run; at a clean exit, first an agreement through the store that all
 leave cleanly, then one SUM all-reduce, and the histories of ranks that differ. Whatever fails here leaves the shards where
@@ -173,8 +173,14 @@ class Ranks:
         return is_written
 
     def lockstep(self, timeout: timedelta) -> Lockstep:
-        """For comparisons before each pass."""
-        return Lockstep(self.members, self.rank, self._store, timeout)
+        """For comparisons before each pass; on the CPU and in a group of its own, so that the order of the training's
+        collectives is as it was."""
+
+        def make_group() -> Callable[[torch.Tensor], Any]:
+            group = _gloo_group(self.members, timeout)
+            return lambda words: dist.all_reduce(words, group=group, async_op=True)
+
+        return Lockstep(self.members, self.rank, self._store, timeout, make_group)
 
     def _device(self) -> torch.device:
         types = {device.type for device in self._group._device_types}
@@ -277,13 +283,15 @@ class Rounds:
     def _transfer(self, begin: Callable[[Any], Any]) -> None:
         try:
             if self._group is None:
-                self._group = dist.new_group(
-                    self._members, timeout=ROUND_TIMEOUT, backend="gloo", use_local_synchronization=True
-                )
+                self._group = _gloo_group(self._members, ROUND_TIMEOUT)
             begin(self._group).wait(ROUND_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise RoundsOver(f"a transfer failed ({str(error).splitlines()[0][:200]})") from error
+
+
+def _gloo_group(members: list[int], timeout: timedelta) -> Any:
+    return dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _bounded(talk: Callable[[], str], timeout: timedelta | None = None, otherwise: str = "apart") -> str:

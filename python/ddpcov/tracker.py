@@ -213,6 +213,8 @@ class Tracker:
         recorder = self._new_recorder(*self._ranks.name_run())
         self._recorder = recorder
         self._hooks.attach(recorder)
+        if self._stall_after is not None:
+            recorder.watch(self._stall_after)
         self._note_run()
         _active.append(self)
         _watch_forks()

@@ -137,6 +137,12 @@ pub fn store_pass(words: &[AtomicU64], pass: u64, open: bool) {
     words[PASS].store((2 * pass + u64::from(open)).to_le(), Ordering::Release);
 }
 
+/// Number of the open pass, as [`store_pass`] left it.
+pub fn load_pass(words: &[AtomicU64]) -> Option<u64> {
+    let word = u64::from_le(words[PASS].load(Ordering::Acquire));
+    (word % 2 == 1).then_some(word / 2)
+}
+
 /// The valid state, and whether its pass is open, from LIVE STATE as read from a file at `offset`.
 pub fn load(words: &[u64], offset: u64) -> Result<(State, bool)> {
     if words.len() < STATE_WORDS {

@@ -73,7 +73,7 @@ mod write;
 
 pub use header::{CURRENT_VERSION, Kind, OLDEST_VERSION};
 pub use mapping::Words;
-pub use read::{Peek, peek, read_capture, read_history, read_shard};
+pub use read::{Peek, peek, read_capture, read_history, read_shard, read_shard_at};
 pub use record::encode_lane;
 pub(crate) use record::{Record, encode};
 pub use write::encode_capture;

@@ -1,6 +1,10 @@
 //! Bytes into [`Capture`]s and [`Lane`]s. Everything that could be wrong with a file is found here.
 
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::header::{self, Kind};
 use super::live;
@@ -16,6 +20,9 @@ use crate::ranges::Ranges;
 const MAX_RANKS: u64 = 1 << 20;
 /// Steps or passes that a file may count: all of them are exact as a double.
 const MAX_COUNT: u64 = 1 << 53;
+
+/// How often a shard is read again whose rank went on meanwhile.
+const MAX_TRIES: u32 = 50;
 
 /// What the beginning of a file tells.
 #[derive(Clone, Debug, PartialEq)]
@@ -84,6 +91,48 @@ pub fn read_history(run: &RunId, ranks: Ranges, history: &[u8]) -> Result<Lane> 
     bytes.extend_from_slice(history);
     let mut lanes = read_capture(&bytes)?.lanes;
     Ok(lanes.swap_remove(0))
+}
+
+/// Reads the shard in a file that its rank may still be writing.
+///
+/// What changes in place is read in another moment than what it refers to; the commit and pass words tell whether anything
+/// changed in between, as in a sequence lock. A rank that never rests is taken as it was read last.
+pub fn read_shard_at(path: &Path) -> Result<(RunId, Lane)> {
+    let mut file = File::open(path)?;
+    let mut tries = 0;
+    loop {
+        let mut bytes = Vec::new();
+        file.seek(SeekFrom::Start(0))?;
+        file.read_to_end(&mut bytes)?;
+        let found = read_shard(&bytes);
+        tries += 1;
+        if tries == MAX_TRIES || is_unchanged(&mut file, &bytes) {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether the first two words of LIVE STATE are still what they were; so, too, if there is none.
+fn is_unchanged(file: &mut File, bytes: &[u8]) -> bool {
+    let Some(begin) = live_offset(bytes) else { return true };
+    let mut now = [0; 16];
+    let is_read = file.seek(SeekFrom::Start(begin as u64)).and_then(|_| file.read_exact(&mut now)).is_ok();
+    !is_read || bytes.get(begin..begin + 16) == Some(&now)
+}
+
+/// Where in a shard the words of LIVE STATE begin.
+fn live_offset(bytes: &[u8]) -> Option<usize> {
+    let word = |at: usize| bytes.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+    let mut at = header::LEN;
+    for _ in 0..3 {
+        let (tag, len) = (word(at)?, word(at + 4)? as usize);
+        if tag == LIVE_STATE {
+            return Some(at + 8 + LIVE_HEAD + word(at + 16)? as usize);
+        }
+        at = at.checked_add(len)?.checked_add(FRAME)?;
+    }
+    None
 }
 
 /// Reads one rank's shard, finished or not.

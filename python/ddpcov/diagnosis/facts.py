@@ -47,6 +47,8 @@ class Lane:
     num_orphans: int
     has_wrapper: bool
     broken_off: tuple[list[int], list[int]] | None
+    stall: list[str]
+    """Of a pass that is open: what its ranks lack, and what others did in it."""
 
     def outputs(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """The outputs of its forwards that need a gradient, as they were noted, each with its step."""

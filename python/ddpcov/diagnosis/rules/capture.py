@@ -19,9 +19,16 @@ def incomplete(facts: Facts) -> Found:
                 f" {len(covered) + len(lacking)} trainable parameters had their gradient by then."
             )
             names = tuple(sorted(facts.parameters[i].name for i in lacking))
-            evidence = (f"lacking by then: {some(names, 5)}",) if names else ("all gradients had arrived",)
+            by_then = f"lacking by then: {some(names, 5)}" if names else "all gradients had arrived"
             yield make(
-                facts, "DDC501", "error", message, names=names, ranks=lane.ranks, steps=[(step, step)], evidence=evidence
+                facts,
+                "DDC501",
+                "error",
+                message,
+                names=names,
+                ranks=lane.ranks,
+                steps=[(step, step)],
+                evidence=(by_then, *lane.stall[1:]),
             )
     if facts.missing_ranks:
         message = f"No data of rank {list_ranks(facts.missing_ranks)}: its shard is missing or could not be read."
