@@ -73,7 +73,6 @@ struct Recorder {
 impl Recorder {
     #[new]
     #[pyo3(signature = (path, *, started, nonce, ranks, rank, optimizer_given))]
-    #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands over what it converted")]
     fn new(
         path: Option<PathBuf>,
         started: u64,
@@ -220,6 +219,7 @@ impl Merger {
         Self::default()
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 hands over what it converted")]
     fn add_shard(&mut self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         py.detach(|| {
             let (run, lane) = journal::read_shard_at(&path)?;
