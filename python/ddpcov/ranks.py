@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcov import _core
+from ddpcov import _core, attempts
 from ddpcov.lockstep import Lockstep
 from ddpcov.wrappers import ddps_in
 
@@ -58,9 +58,7 @@ class Ranks:
             # Numbered by the blocks before it that would have the same name; every rank enters them in the same order.
             name = f"{self.members}-{Path(out).name if out else ''}"
             _started[name] += 1
-            key = f"ddpcov/{hashlib.sha256(name.encode()).hexdigest()[:16]}/{_started[name]}"
-            store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(key, store)  # type: ignore[attr-defined]
+            self._store = _store(f"{hashlib.sha256(name.encode()).hexdigest()[:16]}/{_started[name]}")
 
     @property
     def world_size(self) -> int:
@@ -290,6 +288,12 @@ class Rounds:
             raise RoundsOver(f"a transfer failed ({str(error).splitlines()[0][:200]})") from error
 
 
+def _store(key: str) -> Any:
+    """Part of the job's store. One that outlives a restart still has what the attempt before wrote."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"ddpcov/{attempts.number() or 0}/{key}", store)  # type: ignore[attr-defined]
+
+
 def _gloo_group(members: list[int], timeout: timedelta) -> Any:
     return dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
@@ -315,7 +319,7 @@ def meet() -> None:
     """Waits, within bounds, until every rank of the job is here: what one rank's exit would break, none needs any more."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    store = dist.PrefixStore("ddpcov/meet", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    store = _store("meet")
 
     def come() -> str:
         if store.add("arrived", 1) == dist.get_world_size():

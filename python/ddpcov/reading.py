@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddpcov import _core
+from ddpcov import _core, attempts
 from ddpcov.diagnosis.advice import advise
 from ddpcov.diagnosis.facts import Facts, collect
 from ddpcov.diagnosis.rules import find, sync, values
@@ -33,6 +33,7 @@ def read(path: str | os.PathLike[str], *, progress: Progress = iter) -> Report:
     """
     path = Path(path)
     report = build(*gather(path, progress=progress))
+    report = replace(report, run=replace(report.run, notes=(*report.run.notes, *_earlier_attempts(path, report.run.attempt))))
     launch = report.run.launch
     if launch is None:
         return report
@@ -90,9 +91,16 @@ def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
         wrapper=facts.wrapper,
         end={rank: lane.end for lane in facts.lanes for rank in lane.ranks},
         launch=facts.launch,
+        attempt=facts.attempt,
         notes=(*notes, *_corrected(facts), *_degraded(facts), *values.remarks(facts), *sync.remarks(facts)),
     )
     return Report(run, _totals(facts), tuple(facts.parameters), tuple(find(facts)), advise(facts))
+
+
+def _earlier_attempts(path: Path, attempt: int | None) -> list[str]:
+    """Attempts of the same job that were set aside when the next one began."""
+    earlier = [(number, name) for number, name in attempts.kept(path) if number < attempt] if attempt else []
+    return [f"attempt {number} of this job is kept: `python -m ddpcov report {name}`" for number, name in earlier]
 
 
 def _corrected(facts: Facts) -> list[str]:

@@ -179,6 +179,8 @@ class Run:
     end: Mapping[int, str]
     notes: tuple[str, ...] = ()
     launch: Launch | None = None
+    attempt: int | None = None
+    """Number of the attempt, from 0, where a launcher restarts the job when it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ class Report:
                 "end": {str(k): v for k, v in run.end.items()},
                 "notes": list(run.notes),
                 "launch": asdict(run.launch) if run.launch else None,
+                "attempt": run.attempt,
             },
             "totals": asdict(self.totals),
             "parameters": [p.to_dict() for p in self.parameters],

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddpcov import _core, ranks, reading, steps
+from ddpcov import _core, attempts, ranks, reading, steps
 from ddpcov.diagnosis.observer import Observer
 from ddpcov.gradsync import GradSync
 from ddpcov.hooks import Hooks
@@ -250,6 +250,8 @@ class Tracker:
             )
 
         try:
+            if (path := self._path()) is not None:
+                attempts.begin(path, self._ranks.rank, self._ranks.members)
             return make(self._shard())
         except OSError as error:
             self._recorder = make(None)
@@ -287,7 +289,12 @@ class Tracker:
 
     def _describe(self) -> dict[str, Any]:
         wrapper = asdict(self._hooks.averaging.wrapper)
-        return {"torch": torch.__version__, "wrapper": wrapper, "same_parameters": self._same_parameters}
+        return {
+            "torch": torch.__version__,
+            "wrapper": wrapper,
+            "same_parameters": self._same_parameters,
+            "attempt": attempts.number(),
+        }
 
     def _tell_failure(self, reason: str) -> None:
         self._is_degraded = True

@@ -10,11 +10,13 @@ use _core::journal::live::STATE_WORDS;
 use _core::journal::{encode_capture, peek, read_capture, read_history, read_shard};
 use _core::merge::Merger;
 use _core::recorder::Recorder;
+use _core::stall::stalls;
 use proptest::prelude::*;
+use proptest::sample::Index;
 
 use crate::forge::{
     HEADER, LIVE_ROWS, LIVE_STATE, Mutations, committed, forged, frames, header, history, lane_record, message,
-    mutated, record, reseal, small_capture, small_shard, valid_slot,
+    mutated, record, reseal, shuffled, small_capture, small_shard, valid_slot,
 };
 use crate::samples::{parameters, ranks, run_id};
 
@@ -245,19 +247,36 @@ fn a_flipped_bit_in_the_live_state_is_noticed() {
     }
 }
 
+/// Records of a capture or a shard, in any order and number.
+fn picks() -> impl Strategy<Value = Vec<(Index, bool)>> {
+    prop::collection::vec((any::<Index>(), any::<bool>()), 0..12)
+}
+
 fn mutations() -> impl Strategy<Value = Mutations> {
     let value = prop_oneof![Just(0), Just(1), Just(0xFF), Just(0x80), any::<u8>()];
-    prop::collection::vec((any::<prop::sample::Index>(), value), 1..6)
+    prop::collection::vec((any::<Index>(), value), 1..6)
+}
+
+/// `DDPCOV_FUZZ=1000000` for a long run.
+fn num_cases() -> u32 {
+    std::env::var("DDPCOV_FUZZ").map_or(2000, |n| n.parse().expect("a number of cases"))
+}
+
+/// Everything that is made of what was read.
+fn use_all(capture: &Capture) {
+    analyse(capture);
+    stalls(&capture.lanes);
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(num_cases()))]
 
     #[test]
     fn no_capture_makes_the_reader_panic(mutations in mutations(), sealed: bool) {
-        let bytes = mutated(&small_capture(), &mutations, sealed);
+        thread_local!(static WHOLE: Vec<u8> = small_capture());
+        let bytes = WHOLE.with(|whole| mutated(whole, &mutations, sealed));
         if let Ok(capture) = read_capture(&bytes) {
-            analyse(&capture);
+            use_all(&capture);
             prop_assert_eq!(&read_capture(&encode_capture(&capture)).unwrap(), &capture);
         }
     }
@@ -267,7 +286,21 @@ proptest! {
         thread_local!(static WHOLE: Vec<u8> = small_shard());
         let bytes = WHOLE.with(|whole| mutated(whole, &mutations, sealed));
         if let Ok((run, lane)) = read_shard(&bytes) {
-            analyse(&Capture { run, lanes: vec![lane] });
+            use_all(&Capture { run, lanes: vec![lane] });
+        }
+    }
+
+    #[test]
+    fn no_order_of_records_makes_the_reader_panic(picks in picks(), mutations in mutations(), is_shard: bool) {
+        thread_local!(static WHOLE: [Vec<u8>; 2] = [small_capture(), small_shard()]);
+        let bytes = WHOLE.with(|whole| shuffled(whole, &picks, is_shard));
+        let bytes = mutated(&bytes, &mutations, true);
+        if is_shard {
+            if let Ok((run, lane)) = read_shard(&bytes) {
+                use_all(&Capture { run, lanes: vec![lane] });
+            }
+        } else if let Ok(capture) = read_capture(&bytes) {
+            use_all(&capture);
         }
     }
 

@@ -192,3 +192,16 @@ pub fn mutated(whole: &[u8], mutations: &Mutations, sealed: bool) -> Vec<u8> {
     }
     bytes
 }
+
+/// What a capture or a shard must begin with, then records of a capture and a shard as they were picked.
+pub fn shuffled(whole: &[Vec<u8>; 2], picks: &[(Index, bool)], is_shard: bool) -> Vec<u8> {
+    let kept = if is_shard { 3 } else { 2 };
+    let like = &whole[usize::from(is_shard)];
+    let mut bytes = like[..frames(like)[kept - 1].end].to_vec();
+    for (index, from_shard) in picks {
+        let from = &whole[usize::from(*from_shard)];
+        let frame = &frames(from)[index.index(frames(from).len())];
+        bytes.extend_from_slice(&from[frame.begin..frame.end]);
+    }
+    bytes
+}

@@ -128,6 +128,8 @@ class Facts:
     num_vain_sets: int
     conflicts: list[tuple[int, list[tuple[int, list[int], str]]]]
     launch: Launch | None = None
+    attempt: int | None = None
+    """Number of the attempt, where the job is restarted when it fails."""
 
     @property
     def num_steps(self) -> int:
@@ -215,6 +217,7 @@ def collect(capture: _core.Capture) -> Facts:
         num_vain_sets=analysis.num_vain_sets,
         conflicts=analysis.conflicts,
         launch=_launch(run.get("launch")),
+        attempt=run["attempt"] if isinstance(run.get("attempt"), int) else None,
     )
 
 

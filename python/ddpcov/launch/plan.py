@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpcov import attempts
+
 __all__ = ["FLAGS", "VARIABLE", "Part", "Plan", "Registry"]
 
 FLAGS: dict[str, dict[str, bool]] = {
@@ -77,6 +79,8 @@ class Part:
     """Those of them that run below this supervisor."""
     is_wrapped: bool
     has_trained: bool = False
+    attempt: int = 0
+    """Of the job, if it is restarted when it fails."""
 
 
 class Registry:
@@ -93,11 +97,14 @@ class Registry:
 
     def claim(self, nonce: int, members: list[int], rank: int, *, is_wrapped: bool) -> Path:
         """The capture of the part with this nonce, which all its ranks share; a new part takes the lowest free number."""
+        attempt = attempts.number() or 0
         with self._locked() as parts:
+            for old in [n for n, part in parts.items() if part.attempt < attempt]:
+                del parts[old]  # its files are set aside when the next ones of that name are made
             number = next((n for n, part in parts.items() if part.nonce == nonce), None)
             if number is None:
                 number = next(n for n in range(1, len(parts) + 2) if n not in parts)
-                parts[number] = Part(nonce, members, [], is_wrapped)
+                parts[number] = Part(nonce, members, [], is_wrapped, attempt=attempt)
             parts[number].ranks = sorted({*parts[number].ranks, rank})
             return self._plan.file_of(number, parts[number])
 
