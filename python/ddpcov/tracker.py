@@ -31,6 +31,7 @@ from ddpcov.values import Values
 __all__ = ["Tracker", "track"]
 
 _NO_STALL_SECONDS = 365 * 86400.0
+_NOTE_MEMORY = 32 << 20
 
 _active: list[Tracker] = []
 _is_fork_watched = False
@@ -404,6 +405,7 @@ class Tracker:
         self._live.finish(f"exception: {type(error).__name__}: {line}".removesuffix(": "))
 
     def _annotate(self, error: Exception) -> None:
+        bytearray(_NOTE_MEMORY)  # after running out of it: Rust aborts where it gets none, Python raises
         text = note(self.report(), self._ranks.rank, self._out)
         if text is not None:
             error.__notes__ = [*getattr(error, "__notes__", []), text]  # PEP 678, on 3.10 too

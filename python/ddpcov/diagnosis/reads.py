@@ -38,6 +38,7 @@ _LOOKING = frozenset(("data", "detach"))
 _LEAVING = frozenset("item tolist numpy __float__ __int__ __complex__ __index__ __array__ __dlpack__".split())
 # In-place operations that do not read what they overwrite.
 _OVERWRITING = frozenset("copy_ zero_ fill_ set_ normal_ uniform_ __set__ resize_ random_ bernoulli_ exponential_".split())
+_MIN_SWEPT = 4096  # entries of tensors, among them those that are gone
 
 
 _SET_GRAD: Any = torch._C._set_grad_enabled
@@ -88,6 +89,7 @@ class Reads(TorchFunctionMode):
         self.failure: Exception | None = None
         self._known_cuts: dict[tuple[Any, ...], int] = {}
         self._taint: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._sweep_at = _MIN_SWEPT
         self._left: dict[int, tuple[Any, int]] = {}
         self._has_views_written = False
         self.is_transformed = False
@@ -128,12 +130,13 @@ class Reads(TorchFunctionMode):
     def _mask(self, tensor: Tensor) -> int:
         bit = self._bits.get(id(tensor))
         mask = 0 if bit is None else 1 << bit
-        entry = self._taint.get(id(tensor))
-        if entry is not None and entry[0]() is tensor:
-            mask |= entry[1]
+        seen = [tensor]
         if self._has_views_written and tensor._is_view() and tensor._base is not None:
-            entry = self._taint.get(id(tensor._base))
-            mask |= entry[1] if entry is not None else 0
+            seen.append(tensor._base)
+        for one in seen:
+            entry = self._taint.get(id(one))
+            if entry is not None and entry[0]() is one:
+                mask |= entry[1]
         if not mask and tensor.grad_fn is not None:
             mask = self._mask_of_unseen(tensor)
         return mask
@@ -190,17 +193,13 @@ class Reads(TorchFunctionMode):
                     self._set(tensor._base, own | self._mask(tensor._base))
 
     def _set(self, tensor: Tensor, mask: int) -> None:
-        key, taint = id(tensor), self._taint
-
-        def forget(gone: Any) -> None:
-            if (entry := taint.get(key)) is not None and entry[0] is gone:
-                del taint[key]
-
-        entry = taint.get(key)
-        if entry is not None and entry[0]() is tensor:
-            taint[key] = entry[0], mask
-        else:
-            taint[key] = weakref.ref(tensor, forget), mask
+        entry = self._taint.get(id(tensor))
+        ref = entry[0] if entry is not None and entry[0]() is tensor else weakref.ref(tensor)
+        self._taint[id(tensor)] = ref, mask
+        # Not by a callback of the reference: a Ctrl-C that arrives while a callback runs is lost.
+        if len(self._taint) >= self._sweep_at:
+            self._taint = {key: entry for key, entry in self._taint.items() if entry[0]() is not None}
+            self._sweep_at = 2 * len(self._taint) + _MIN_SWEPT
 
     def _cut(self, name: str, mask: int, *, leaves_torch: bool, is_smooth: bool) -> int:
         grad_off = not torch.is_grad_enabled()
