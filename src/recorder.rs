@@ -351,13 +351,19 @@ impl Inner {
             return Ok(()); // most steps: no system call
         }
         let Err(error) = self.sink.append(bytes) else { return Ok(()) };
+        self.go_on_in_memory(&error)?;
+        self.sink.append(bytes)?;
+        Ok(())
+    }
+
+    /// Leaves the file, which took no more, as it is, and goes on with what it has.
+    fn go_on_in_memory(&mut self, error: &std::io::Error) -> Result<()> {
         self.failure = Some(error.to_string());
         // The file keeps its last commit and must not show a pass that will never close in it.
         live::store_pass(&self.state_words.1, self.state.num_passes, false);
         self.lost = true;
-        let mut all = self.sink.contents()?;
+        let all = self.sink.contents()?;
         self.lost = false;
-        all.extend_from_slice(bytes);
         self.sink = Sink::memory(all);
         self.state_words.1 = Words::heap(live::STATE_WORDS);
         Ok(())
@@ -373,7 +379,12 @@ impl Inner {
         let num_words = (need - have).max(have / 2).max(4);
         let (record, offset) = live_rows(self.sink.len(), have as u32, num_words);
         self.write(&record)?;
-        let words = self.sink.words(offset, num_words * live::ROWS_PER_WORD)?;
+        let len = num_words * live::ROWS_PER_WORD;
+        let words = self.sink.words(offset, len).or_else(|error| {
+            let Error::Io(error) = error else { return Err(error) };
+            self.go_on_in_memory(&error)?;
+            self.sink.words(offset, len)
+        })?;
         self.blocks.push(Arc::new(Block { first_word: have, num_words, offset, words }));
         self.commit();
         Ok(())

@@ -7,7 +7,6 @@ import gc
 import io
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -27,8 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import ddpcov
 from ddpcov import _core
 from ddpcov.hooks import Hooks
-from multirank import run_ranks
-from reference import Both, Missed, Net, sgd
+from reference import Missed, Net, sgd
 
 
 def missed(report: ddpcov.Report) -> Missed:
@@ -248,44 +246,6 @@ def forked_data_loader() -> None:
 
 
 # Trouble.
-
-
-def disk_full(rank: int) -> tuple[int, bool]:
-    """Many patterns, and room for a few of them."""
-    model = Net(*"abcdefgh")
-    optimizer = sgd(model)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Both(model, out="run.bin") as run:
-        size = Path("run.bin.rank0").stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, before[1]))
-        for step in range(1, 200):
-            run.train(optimizer, model.loss(*(name for i, name in enumerate("abcdefgh") if step >> i & 1)))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    report = run.check(steps=199, missed=run.ref.missed())
-    return report.run.steps, any("recorded in memory" in note for note in report.run.notes)
-
-
-def test_disk_full(tmp_path: Path) -> None:
-    (rank,) = run_ranks(disk_full, 1, folder=tmp_path)
-    assert rank.result == (199, True)
-    (line,) = rank.said
-    assert "run.bin.rank0: File too large" in line
-    report = ddpcov.read(tmp_path / "run.bin")  # what fitted: a run that just stops
-    assert report.run.end == {0: "killed"}
-    assert 0 < report.run.steps < 199
-
-
-@pytest.mark.parametrize("folder", ["missing", "file"])
-def test_nowhere_to_write(tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    model = Net("a", "b")
-    with ddpcov.track(model, out=tmp_path / folder / "run.bin") as cov:
-        train(model, ["a"])
-    assert missed(cov.report()) == {"b.weight": [(0, 0)]}
-    (line,) = said(capsys)
-    assert str(tmp_path / folder / "run.bin.rank0") in line
-    assert any("recorded in memory" in note for note in cov.report().run.notes)
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["while it trains", "at the start"])
