@@ -55,13 +55,14 @@ def run_ranks(
     *,
     folder: Path,
     time_limit: float = 60,
+    timeout: timedelta = timedelta(seconds=20),
 ) -> list[Rank]:
     """Calls `function(rank, *args)`, which a module can be asked for by name, on `world_size` ranks with `folder` as the
-    current one. Collectives of theirs time out after 20 s."""
+    current one. They are killed after `time_limit` seconds; `timeout` is that of their process group."""
     with tempfile.TemporaryDirectory() as private:
         files = [Path(private, str(rank)) for rank in range(world_size)]
         ranks = [
-            _context.Process(target=_run_rank, args=(function, rank, world_size, args, folder, file), daemon=True)
+            _context.Process(target=_run_rank, args=(function, rank, world_size, args, folder, file, timeout), daemon=True)
             for rank, file in enumerate(files)
         ]
         for rank in ranks:
@@ -100,7 +101,9 @@ def _left_by(file: Path) -> tuple[str, bytes | None]:
     )
 
 
-def _run_rank(function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], folder: Path, file: Path) -> None:
+def _run_rank(
+    function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], folder: Path, file: Path, timeout: timedelta
+) -> None:
     with file.with_suffix(".stderr").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -108,7 +111,7 @@ def _run_rank(function: Callable[..., Any], rank: int, world_size: int, args: Se
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = _store(rank, file.with_name("port"))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     returned = function(rank, *args)
     if dist.is_initialized():
         dist.destroy_process_group()

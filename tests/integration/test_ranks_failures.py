@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ddpcov
 from ddpcov import ranks as ddpcov_ranks
-from multirank import Rank, count_collectives, run_ranks
+from multirank import Rank, count_collectives
+from multirank import run_ranks as run_ranks_for
 from reference import Net, sgd
 
 X = torch.ones(2, 3)
 BOUND = 3.0
 SLACK = 2.0
+
+run_ranks = partial(run_ranks_for, timeout=timedelta(minutes=30))  # the default of gloo: no bound may come from there
 
 
 class Block:
@@ -33,10 +37,10 @@ class Block:
 
     fails = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         ddpcov_ranks.EXIT_TIMEOUT = timedelta(seconds=BOUND)
         self.model, self.optimizer = model, sgd(model)
-        self.cov = ddpcov.track(model, out="run.bin")
+        self.cov = ddpcov.track(model, out="run.bin", **options)
         self.collectives: list[str] = []
         self.notes: list[str] = []
         self.error = ""
@@ -335,3 +339,48 @@ def test_the_process_group_is_destroyed_inside_the_block(tmp_path: Path) -> None
     told = report(tmp_path)  # merged, or of the shards: that depends on the backend
     assert told["run"]["end"] == {"0": "clean", "1": "clean"}
     assert missed(told) == {"b.weight": {"0": [[0, 0]], "1": [[0, 0]]}}
+
+
+# Ranks of a sub-group; the third rank of the job has no part in it.
+
+
+def in_a_sub_group(rank: int, how: str) -> dict[str, Any] | None:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    if rank == 2 and how == "never":
+        time.sleep(BOUND + 1)
+        return None
+    model = Net("a", "b")
+    with Block(
+        model if how == "never" else DDP(model, process_group=group, find_unused_parameters=True), process_group=group
+    ) as block:
+        block.train("a")
+        if rank == 2:
+            match how:
+                case "raises":
+                    raise ValueError("on this rank alone")
+                case "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "too late":
+                    time.sleep(BOUND + 1)
+    return block.story()
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("raises", "exception: ValueError: on this rank alone"),
+        ("killed", "killed"),
+        ("too late", "clean"),
+        ("never", None),
+    ],
+)
+def test_a_sub_group(tmp_path: Path, how: str, end: str | None) -> None:
+    ranks = run_ranks(in_a_sub_group, 3, args=[how], folder=tmp_path)
+    assert [rank.code for rank in ranks] == [0, 0, -signal.SIGKILL if how == "killed" else 0]
+    check_bounded([rank for rank in ranks if rank.code == 0 and rank.result is not None])
+    told = report(tmp_path)
+    assert told["run"]["end"] == {"0": "clean", **({"2": end} if end else {})}
+    assert missed(told) == {"b.weight": {rank: [[0, 0]] for rank in told["run"]["end"]}}
+    assert [f["ranks"] for f in findings(told, "DDC502")] == ([[2]] if end is None else [])
