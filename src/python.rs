@@ -52,7 +52,11 @@ struct Slot(recorder::Slot);
 
 #[pymethods]
 impl Slot {
-    fn arrived(&self, gradient: &Bound<'_, PyAny>) {
+    /// torch warns of hooks that do not travel with a tensor to another process, unless they say that they know.
+    #[classattr]
+    const __torch_unserializable__: bool = true;
+
+    fn __call__(&self, gradient: &Bound<'_, PyAny>) {
         self.0.arrived(!gradient.is_none());
     }
 

@@ -39,7 +39,7 @@ def shard(
     for _ in range(2):
         recorder.begin_pass()
         slot = recorder.slot(0)
-        slot.arrived("a gradient")
+        slot("a gradient")
         slot.accumulated("the parameter")
         recorder.close_pass(0)
         recorder.close_step()

@@ -5,7 +5,7 @@ class of the owning module). Methods that take long release the interpreter.
 """
 
 import os
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 __all__ = [
     "BYPASSED",
@@ -51,7 +51,10 @@ class MergeError(Error):
 class Slot:
     """One parameter's entry to the recorder. Both methods return None, raise nothing and may be called from any thread."""
 
-    def arrived(self, gradient: object) -> None:
+    __torch_unserializable__: ClassVar[bool]
+    """torch warns of hooks that do not travel with a tensor to another process, unless they say that they know."""
+
+    def __call__(self, gradient: object) -> None:
         """A hook on the tensor: `gradient` is None where autograd has none."""
 
     def accumulated(self, parameter: object) -> None:

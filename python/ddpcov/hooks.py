@@ -186,7 +186,7 @@ class Hooks:
                 # The first tells a defined gradient from none, the second that it was accumulated and not merely captured.
                 # Either alone is wrong: see the tests of undefined gradients and of `autograd.grad`.
                 handles = (
-                    leaf.register_hook(slot.arrived),  # type: ignore[no-untyped-call]
+                    leaf.register_hook(slot),  # type: ignore[no-untyped-call]
                     leaf.register_post_accumulate_grad_hook(slot.accumulated),  # type: ignore[no-untyped-call]
                 )
                 self._armed[id(leaf)] = _Armed(leaf, param_id, leaf._cdata, handles)

@@ -183,7 +183,7 @@ def test_copies_of_a_tracked_model(tmp_path: Path) -> None:
 # Forks, in a process of their own: where autograd once ran on several threads, it refuses to run in a forked child.
 
 
-@pytest.mark.parametrize("name", ["fork", "forked_data_loader"])
+@pytest.mark.parametrize("name", ["fork", "forked_data_loader", "spawn"])
 def test_forks(name: str, tmp_path: Path) -> None:
     tests = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
@@ -217,6 +217,23 @@ def fork() -> None:
         train(model, ["a", "b"])
     assert missed(cov.report()) == {"b.weight": [(0, 0)], "c.weight": [(0, 1)]}
     assert ddpcov.read("run.bin") == cov.report()
+
+
+def in_spawned_child(model: Net) -> None:
+    train(model, ["b"], ["c"])
+
+
+def spawn() -> None:
+    model = Net("a", "b", "c")
+    with ddpcov.track(model, out="run.bin") as cov:
+        train(model, ["a"])
+        before = Path("run.bin.rank0").read_bytes()
+        child = torch.multiprocessing.get_context("spawn").Process(target=in_spawned_child, args=(model,))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        assert Path("run.bin.rank0").read_bytes() == before
+    assert missed(cov.report()) == {"b.weight": [(0, 0)], "c.weight": [(0, 0)]}
 
 
 class Trains(Dataset[torch.Tensor]):

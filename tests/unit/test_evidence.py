@@ -39,7 +39,7 @@ def run(*notes: tuple[str, dict[str, Any]], num_steps: int = 2) -> Report:
     )
     for _ in range(num_steps):
         slot = recorder.slot(0)
-        slot.arrived("a gradient")
+        slot("a gradient")
         slot.accumulated("the parameter")
         recorder.close_pass(0)
         recorder.close_step()

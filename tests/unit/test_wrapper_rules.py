@@ -36,7 +36,7 @@ def run(
     for step, reached in enumerate(steps):
         for param_id, is_defined in reached.items():
             slot = recorder.slot(param_id)
-            slot.arrived("a gradient" if is_defined else None)
+            slot("a gradient" if is_defined else None)
             slot.accumulated("the parameter")
         recorder.close_pass(0)
         recorder.close_step()
