@@ -54,7 +54,8 @@ struct Slot(recorder::Slot);
 impl Slot {
     /// torch warns of hooks that do not travel with a tensor to another process, unless they say that they know.
     #[classattr]
-    const __torch_unserializable__: bool = true;
+    #[pyo3(name = "__torch_unserializable__")]
+    const TORCH_UNSERIALIZABLE: bool = true;
 
     fn __call__(&self, gradient: &Bound<'_, PyAny>) {
         self.0.arrived(!gradient.is_none());

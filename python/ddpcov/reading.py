@@ -81,7 +81,16 @@ def gather(path: Path, *, progress: Progress = iter) -> tuple[_core.Capture, lis
 
 def build(capture: _core.Capture, notes: Sequence[str] = ()) -> Report:
     """The report of a capture."""
-    facts = collect(capture)
+    try:
+        return _report(collect(capture), notes)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        # Notes are free text; in a file from elsewhere they may be anything. The coverage does not depend on them.
+        why = f"{type(error).__name__}: {error}"[:200]
+        dropped = f"what was noted beside the coverage is dropped, causes with it, as this ddpcov cannot read it ({why})"
+        return _report(collect(capture, with_notes=False), [*notes, dropped])
+
+
+def _report(facts: Facts, notes: Sequence[str]) -> Report:
     run = Run(
         world_size=len(facts.members),
         ranks=facts.ranks,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -97,6 +98,25 @@ def test_ranks_in_ranges(tmp_path: Path) -> None:
     for told in divergences(run_ranks(many, 4, folder=tmp_path)):
         assert told["lacking"] == {1: ("b.weight",), 2: ("b.weight",)}
         assert "ranks 1-2 would not reach b.weight" in told["message"]
+
+
+def in_a_sub_group(rank: int) -> Any:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None  # of another group, and not asked
+
+    def train(rank: int, model: nn.Module, step: Callable[[], None]) -> None:
+        model(X, *(NAMES if rank == 0 else NAMES[:1])).sum().backward()
+
+    return guarded(train, DDP(Net(*NAMES), process_group=group), rank)
+
+
+def test_a_sub_group(tmp_path: Path) -> None:
+    first, other, last = run_ranks(in_a_sub_group, 3, folder=tmp_path)
+    assert other.result is None
+    for told in divergences([first, last]):
+        assert told["lacking"] == {2: ("b.weight",)}
+        assert told["seconds"] < PATIENCE
 
 
 def constant(rank: int, flag: bool) -> Any:

@@ -177,10 +177,10 @@ class Facts:
         return ((lane, said) for lane in self.lanes if (said := lane.raised("ready only once")))
 
 
-def collect(capture: _core.Capture) -> Facts:
-    """The facts of a capture."""
+def collect(capture: _core.Capture, *, with_notes: bool = True) -> Facts:
+    """The facts of a capture, with what was noted beside the coverage or without."""
     analysis = capture.analyse()
-    lanes = [_lane(lane) for lane in analysis.lanes]
+    lanes = [_lane(lane if with_notes else {**lane, "facts": []}) for lane in analysis.lanes]
     run: dict[str, Any] = next((lane.facts["run"] for lane in lanes if "run" in lane.facts), {})
     num_steps = max((lane.num_steps for lane in lanes), default=0)
     defined = analysis.parameters  # made anew at each call
