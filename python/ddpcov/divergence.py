@@ -21,3 +21,6 @@ class RankDivergence(Error):
         super().__init__(message)
         self.lacking = dict(lacking or {})
         self.absent = absent
+
+
+RankDivergence.__module__ = "ddpcov"  # where users find it, and tracebacks name it
