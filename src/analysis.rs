@@ -135,6 +135,8 @@ pub struct BrokenOff {
     pub covered: Vec<u32>,
     /// Trainable parameters that were not.
     pub lacking: Vec<u32>,
+    /// Whether that is known.
+    pub is_seen: bool,
 }
 
 /// Parameters of which everything that was recorded is the same, and what it is.
@@ -358,7 +360,8 @@ fn broken_off(lane: &Lane, renumber: &[u32]) -> Option<BrokenOff> {
     let pattern = &lane.patterns[last.pattern as usize];
     let lacking = lane.situations[pattern.situation as usize].trainable.difference(&pattern.covered);
     let ids = |row: &Row| row.renumbered(renumber).iter().collect();
-    Some(BrokenOff { covered: ids(&pattern.covered), lacking: ids(&lacking) })
+    let is_seen = last.flags & flags::UNSEEN == 0;
+    Some(BrokenOff { covered: ids(&pattern.covered), lacking: ids(&lacking), is_seen })
 }
 
 /// Splits the parameters into classes of which no row tells two members apart. Partition refinement: each row splits every

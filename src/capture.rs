@@ -111,6 +111,8 @@ pub mod flags {
     pub const OPEN: u32 = 8;
     /// No forward of the wrapper prepared the pass, though none told it not to average; stands beside [`NO_SYNC`].
     pub const BYPASSED: u32 = 16;
+    /// Stands beside [`OPEN`]: how far the pass came is not known, as its gradients are looked at where it ends.
+    pub const UNSEEN: u32 = 32;
     /// Every flag that a file may hold.
     pub const WRITTEN: u32 = NO_SYNC | RAISED | EMPTY | BYPASSED;
 }

@@ -1,5 +1,7 @@
-//! The boundary: the only file that names pyo3. It converts, releases the interpreter around what takes long, and maps the
-//! core's errors, once. `python/ddpcov/_core.pyi` is its manual.
+//! The boundary: only here, and in the modules below, is Python named. It converts, releases the interpreter around what
+//! takes long, and maps the core's errors, once. `python/ddpcov/_core.pyi` is its manual.
+
+mod model;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -139,8 +141,8 @@ impl Recorder {
         Ok(())
     }
 
-    fn begin_pass(&self) {
-        self.core.begin_pass();
+    fn begin_pass(&self, unseen: bool) {
+        self.core.begin_pass(unseen);
     }
 
     fn drop_pass(&self) {
@@ -323,7 +325,7 @@ impl Analysis {
             out.set_item("num_unreached_sets", summary.num_unreached_sets)?;
             out.set_item("num_orphans", summary.num_orphans)?;
             out.set_item("has_wrapper", summary.has_wrapper)?;
-            let broken_off = summary.broken_off.as_ref().map(|b| (b.covered.clone(), b.lacking.clone()));
+            let broken_off = summary.broken_off.as_ref().map(|b| (b.covered.clone(), b.lacking.clone(), b.is_seen));
             out.set_item("broken_off", broken_off)?;
             out.set_item("stall", self.stalls.get(&index).cloned().unwrap_or_default())?;
             Ok(out)
@@ -394,6 +396,8 @@ fn core_module(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("MergeError", m.py().get_type::<MergeError>())?;
     m.add_class::<Slot>()?;
     m.add_class::<Recorder>()?;
+    m.add_class::<model::Inventory>()?;
+    m.add_class::<model::Gradients>()?;
     m.add_class::<Merger>()?;
     m.add_class::<Capture>()?;
     m.add_class::<Analysis>()?;

@@ -1,6 +1,8 @@
 //! The live store: hooks set bits in the open pass, closing a pass turns its bits into a pattern, and equal steps into a
 //! count. Memory holds the patterns met so far, up to a limit; everything else is in the journal.
 
+mod rows;
+
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,6 +15,9 @@ use crate::journal::{Record, Sink, Words, begin_shard, encode, live_rows, read_s
 use crate::known::Known;
 use crate::params::Parameter;
 
+pub use rows::Slot;
+use rows::{Block, Shared};
+
 /// Parameters that a model may have; 200 MB of rows.
 const MAX_PARAMETERS: u32 = 1 << 24;
 
@@ -20,61 +25,6 @@ const MAX_PARAMETERS: u32 = 1 << 24;
 pub struct Recorder {
     shared: Arc<Shared>,
     inner: Mutex<Inner>,
-}
-
-struct Shared {
-    enabled: AtomicBool,
-    row_set: AtomicU32,
-}
-
-/// Row words for a range of parameters. A model that grows gets a further block; none is ever moved.
-struct Block {
-    first_word: usize,
-    num_words: usize,
-    offset: u64,
-    words: Words,
-}
-
-impl Block {
-    /// Its words of row `kind` (0 reached, 1 covered, 2 again) of a row set.
-    fn row(&self, row_set: u32, kind: usize) -> impl Iterator<Item = u64> + '_ {
-        let begin = live::row_index(row_set, self.num_words, 0) + kind;
-        let words = self.words[begin..].iter().step_by(3).take(self.num_words);
-        words.map(|word| u64::from_le(word.load(Ordering::Relaxed)))
-    }
-}
-
-/// One parameter's entry to the recorder, called from autograd.
-pub struct Slot {
-    shared: Arc<Shared>,
-    block: Arc<Block>,
-    word: usize,
-    mask: u64,
-    defined: AtomicBool,
-}
-
-impl Slot {
-    /// A gradient, defined or not, is about to be accumulated; or was only captured, and nothing more follows.
-    pub fn arrived(&self, defined: bool) {
-        self.defined.store(defined, Ordering::Relaxed);
-    }
-
-    /// The gradient accumulator ran.
-    pub fn accumulated(&self) {
-        // Taken, not read: what `autograd.grad` captured last must not vouch for the next accumulation.
-        let defined = self.defined.swap(false, Ordering::Relaxed);
-        if !self.shared.enabled.load(Ordering::Relaxed) {
-            return;
-        }
-        let row_set = self.shared.row_set.load(Ordering::Relaxed);
-        let words = &self.block.words[live::row_index(row_set, self.block.num_words, self.word)..];
-        if words[0].fetch_or(self.mask, Ordering::Relaxed) & self.mask != 0 {
-            words[2].fetch_or(self.mask, Ordering::Relaxed);
-        }
-        if defined {
-            words[1].fetch_or(self.mask, Ordering::Relaxed);
-        }
-    }
 }
 
 impl Recorder {
@@ -135,16 +85,9 @@ impl Recorder {
     /// The slot of a defined parameter.
     pub fn slot(&self, id: u32) -> Result<Slot> {
         let inner = self.inner();
-        let word = id as usize / 64;
-        let holds = |b: &&Arc<Block>| (b.first_word..b.first_word + b.num_words).contains(&word);
+        let holds = |b: &&Arc<Block>| b.holds(id);
         match inner.blocks.iter().find(holds) {
-            Some(block) if id < inner.num_parameters => Ok(Slot {
-                shared: self.shared.clone(),
-                block: block.clone(),
-                word: word - block.first_word,
-                mask: (1_u64 << (id % 64)).to_le(),
-                defined: AtomicBool::new(false),
-            }),
+            Some(block) if id < inner.num_parameters => Ok(Slot::new(self.shared.clone(), block.clone(), id)),
             _ => Err(Error::Invalid { what: format!("parameter {id} of {}", inner.num_parameters) }),
         }
     }
@@ -168,9 +111,10 @@ impl Recorder {
         Ok(())
     }
 
-    /// A backward pass begins.
-    pub fn begin_pass(&self) {
+    /// A backward pass begins; `unseen` if nothing of it is known until [`Recorder::arrived`] is called.
+    pub fn begin_pass(&self, unseen: bool) {
         let inner = self.inner();
+        live::store_unseen(&inner.state_words.1, unseen);
         live::store_pass(&inner.state_words.1, inner.state.num_passes, true);
     }
 
@@ -178,6 +122,25 @@ impl Recorder {
     pub fn drop_pass(&self) {
         let inner = self.inner();
         live::store_pass(&inner.state_words.1, inner.state.num_passes, false);
+    }
+
+    /// These were reached in the open pass, and those of them covered, as far as it came.
+    pub fn arrived(&self, reached: &Row, covered: &Row) {
+        if !self.is_enabled() {
+            return;
+        }
+        let inner = self.inner();
+        for block in &inner.blocks {
+            block.add(inner.state.row_set, [reached, covered]);
+        }
+        live::store_unseen(&inner.state_words.1, false);
+    }
+
+    /// Whether the slots saw just these reached, and covered, in the open pass, and none twice.
+    pub fn agrees(&self, reached: &Row, covered: &Row) -> bool {
+        let inner = self.inner();
+        let [saw_reached, saw_covered, again] = [0, 1, 2].map(|kind| inner.row(inner.state.row_set, kind));
+        saw_reached == *reached && saw_covered.intersection(&inner.trainable) == *covered && again.is_empty()
     }
 
     /// The open pass ended; `flags` are those of [`crate::capture::flags`]. Needs a situation. Says whether its pattern is one
@@ -202,10 +165,7 @@ impl Recorder {
         inner.commit();
         self.shared.row_set.store(inner.state.row_set, Ordering::Relaxed);
         for block in &inner.blocks {
-            let begin = live::row_index(row_set, block.num_words, 0);
-            for word in &block.words[begin..begin + 3 * block.num_words] {
-                word.store(0, Ordering::Relaxed);
-            }
+            block.clear(row_set);
         }
         Ok(is_new)
     }

@@ -14,6 +14,8 @@ const MAX_GROUPS: usize = 8;
 /// Different passes in which ranks of one run may be open; beyond that nothing is told of them.
 const MAX_PASSES: usize = 64;
 
+const UNSEEN: &str = "how far it came is not known, as gradients are looked at where a pass ends";
+
 /// What is told of a lane whose last pass is open.
 pub struct Stall {
     /// The lane.
@@ -29,6 +31,8 @@ pub struct Stall {
 enum Did {
     /// They are in it, and lack these.
     Opened(Vec<u64>),
+    /// They are in it, and how far they came is not known.
+    Unseen,
     /// They ended it without these.
     Ended(Vec<u64>),
     /// They did not begin it, and made so many.
@@ -45,8 +49,11 @@ pub fn stalls(lanes: &[Lane]) -> Vec<Stall> {
             continue;
         }
         let groups = told.entry(pass).or_insert_with(|| group(lanes, pass));
-        let Did::Opened(lacking) = what(lane, pass) else { continue };
-        let mut text = vec![describe_own(lane, &lacking)];
+        let mut text = match what(lane, pass) {
+            Did::Opened(lacking) => vec![describe_own(lane, &lacking)],
+            Did::Unseen => vec![format!("{}: {UNSEEN}", ranks_in_words(&lane.ranks))],
+            _ => continue,
+        };
         let mut others: Vec<String> = Vec::new();
         for (did, of, ranks) in groups {
             let ranks = ranks.difference(&lane.ranks);
@@ -91,8 +98,9 @@ fn order(did: &Did) -> u8 {
         Did::Ended(lacking) if !lacking.is_empty() => 0,
         Did::NotYet(..) => 1,
         Did::Opened(lacking) if !lacking.is_empty() => 2,
-        Did::Opened(_) => 3,
-        Did::Ended(_) => 4,
+        Did::Unseen => 3,
+        Did::Opened(_) => 4,
+        Did::Ended(_) => 5,
     }
 }
 
@@ -101,6 +109,9 @@ fn what(lane: &Lane, pass: u64) -> Did {
     let pattern = &lane.patterns[found.pattern as usize];
     let situation = &lane.situations[pattern.situation as usize];
     let needed = if situation.has_wrapper { &situation.awaited } else { &situation.trainable };
+    if found.flags & flags::UNSEEN != 0 {
+        return Did::Unseen;
+    }
     let lacking = needed.difference(&pattern.reached).words().to_vec();
     if found.flags & flags::OPEN == 0 { Did::Ended(lacking) } else { Did::Opened(lacking) }
 }
@@ -157,6 +168,7 @@ fn describe(ranks: &Ranges, lane: &Lane, did: &Did) -> String {
         Did::Ended(lacking) => format!("{ranks}: ended that pass without {}", names(lane, lacking)),
         Did::Opened(lacking) if lacking.is_empty() => format!("{ranks}: also in that pass, with every gradient"),
         Did::Opened(lacking) => format!("{ranks}: also in that pass, without {} so far", names(lane, lacking)),
+        Did::Unseen => format!("{ranks}: also in that pass; {UNSEEN}"),
         Did::NotYet(num, None) => format!("{ranks}: did not begin that pass; {num} before it"),
         Did::NotYet(num, Some(end)) => format!("{ranks}: left after {num} passes ({end})"),
     }

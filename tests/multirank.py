@@ -21,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import reference
+from ddpcov import gears
+
 __all__ = ["Rank", "count_collectives", "run_ranks"]
 
 _context = multiprocessing.get_context("forkserver")
@@ -62,7 +65,11 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as private:
         files = [Path(private, str(rank)) for rank in range(world_size)]
         ranks = [
-            _context.Process(target=_run_rank, args=(function, rank, world_size, args, folder, file, timeout), daemon=True)
+            _context.Process(
+                target=_run_rank,
+                args=(function, rank, world_size, args, folder, file, timeout, gears.SETTLE, reference.AT_NODES),
+                daemon=True,
+            )
             for rank, file in enumerate(files)
         ]
         for rank in ranks:
@@ -102,8 +109,18 @@ def _left_by(file: Path) -> tuple[str, bytes | None]:
 
 
 def _run_rank(
-    function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], folder: Path, file: Path, timeout: timedelta
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: Sequence[Any],
+    folder: Path,
+    file: Path,
+    timeout: timedelta,
+    settle: int,
+    at_nodes: bool,
 ) -> None:
+    gears.SETTLE, reference.AT_NODES = settle, at_nodes
+    gears.MAX_MISSED = 1.0 if at_nodes else gears.MAX_MISSED
     with file.with_suffix(".stderr").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

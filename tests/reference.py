@@ -22,6 +22,9 @@ import ddpcov
 
 Missed = dict[str, list[tuple[int, int]]]
 
+AT_NODES = False
+"""Watch autograd's own nodes, and leave the parameters without hooks, where ddpcov is to be without, too."""
+
 PREFIXES = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -97,6 +100,8 @@ def _watch(parameter: Tensor, on_covered: Callable[[], None]) -> list[Any]:
     # The tensor hook alone sees `autograd.grad`, the other alone sees undefined gradients. One follows the other.
     if torch.nn.parameter.is_lazy(parameter):
         return []
+    if AT_NODES:
+        return _watch_node(parameter, on_covered)
     is_defined = [False]
 
     def arrived(gradient: Tensor | None) -> None:
@@ -107,6 +112,21 @@ def _watch(parameter: Tensor, on_covered: Callable[[], None]) -> list[Any]:
             on_covered()
 
     return [parameter.register_hook(arrived), parameter.register_post_accumulate_grad_hook(accumulated)]
+
+
+def _watch_node(parameter: Tensor, on_covered: Callable[[], None]) -> list[Any]:
+    with torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+    def runs(gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is not None and parameter.requires_grad:
+            on_covered()
+
+    class Handle:
+        kept = node  # else it would go where no graph keeps it, hook and all
+        remove = node.register_prehook(runs).remove
+
+    return [Handle]
 
 
 def bare(name: str) -> str:

@@ -5,6 +5,7 @@ class of the owning module). Methods that take long release the interpreter.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "Capture",
     "CaptureError",
     "Error",
+    "Gradients",
+    "Inventory",
     "MergeError",
     "Merger",
     "Recorder",
@@ -103,8 +106,9 @@ class Recorder:
         """Starts a thread that says on stderr, once, what a pass waits for that stays open for so many seconds. It ends
         with the recording."""
 
-    def begin_pass(self) -> None:
-        """Marks the pass open, for whoever reads the shard if this process ends inside it."""
+    def begin_pass(self, unseen: bool) -> None:
+        """Marks the pass open, for whoever reads the shard if this process ends inside it; `unseen` if nothing is known of it
+        until `Gradients.take`."""
 
     def drop_pass(self) -> None:
         """The pass that began is none of this model's."""
@@ -150,6 +154,34 @@ class Recorder:
 
     def merge(self, histories: list[tuple[_Ranges, bytes]]) -> Capture:
         """The run, from histories and the ranks that have them. Raises MergeError if they do not fit together."""
+
+@final
+class Inventory:
+    """A model as it was: the values of its modules' dicts, by identity, and of its tensors whether they require a gradient, and
+    which C++ half they have: hooks go with that, under the same object (`torch.utils.swap_tensors`)."""
+
+    def __new__(cls, dicts: list[dict[str, Any]], tensors: list[Any]) -> Inventory: ...
+    def is_current(self, with_halves: bool) -> bool:
+        """Whether all of it is still so."""
+
+@final
+class Gradients:
+    """The gradients of leaves, each (id in the recorder, tensor, accumulating node if it is to be kept)."""
+
+    def __new__(cls, recorder: Recorder, leaves: list[tuple[int, Any, Any]]) -> Gradients: ...
+    def remember(self) -> tuple[int, bool]:
+        """Keeps what each gradient is; returns how many there are, and whether any is a view."""
+
+    def forget(self) -> None:
+        """Lets go of what was kept."""
+
+    def take(self, will_run: Callable[[Any], bool] | None, node_of: Callable[[Any], Any], *, is_alone: bool) -> tuple[int, int]:
+        """Tells the recorder which parameters were covered since `remember`, and, by `will_run`, which were reached beside
+        them. Returns how many nodes had to be made by `node_of`, and, if no hooks on the tensors are ours (`is_alone`), how
+        many parameters count as covered because somebody else's hook may have cleared the gradient."""
+
+    def agrees(self, will_run: Callable[[Any], bool], node_of: Callable[[Any], Any]) -> bool:
+        """Whether the slots saw the same in the open pass, and nothing twice; tells the recorder nothing."""
 
 @final
 class Merger:

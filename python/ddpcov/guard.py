@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from ddpcov import stakes, steps, wrappers
 from ddpcov.bypass import Reducers
@@ -69,11 +67,7 @@ class Guard:
         try:
             self._is_asked = False
             self._refresh()
-            for root in run.tensors:
-                if isinstance(root, GradientEdge):
-                    self._handles.append(root.node.register_prehook(lambda _: self._ask(run, step)))
-                elif isinstance(root, Tensor) and root.requires_grad:
-                    self._handles.append(root.register_hook(lambda _: self._ask(run, step)))  # type: ignore[no-untyped-call]
+            self._handles = run.when_under_way(lambda: self._ask(run, step))
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}"[:300])
 

@@ -6,11 +6,9 @@ asks whether it did, at the cost of one pass in C over the modules' own dicts, a
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -22,8 +20,6 @@ from ddpcov import _core, wrappers
 __all__ = ["Hooks"]
 
 _DDP_NUMBERS = re.compile(r"Parameter at index (\d+)|indices which did not receive grad for rank \d+: ([\d ]+)")
-# Frozen or thawed; and its C++ half, which `torch.utils.swap_tensors` exchanges, hooks and all, under the same object.
-_state = operator.attrgetter("requires_grad", "_cdata")
 
 Definition = tuple[str, list[str], list[int], str, int, str]  # as Recorder.define takes it
 
@@ -36,30 +32,30 @@ class _Armed:
     handles: tuple[RemovableHandle, ...]
 
     def remove(self) -> None:
+        tensor: Any = self.tensor
+        is_swapped = self.cdata != tensor._cdata
         for handle in self.handles:
             handle.remove()
+        # Without a hook an empty dict of them would still be asked in each pass; with the other half of a tensor that was
+        # swapped Python goes on listing the hooks of the one that is gone, and would add ours to those dead lists.
+        if is_swapped or not tensor._backward_hooks:
+            tensor._backward_hooks = None
+        if is_swapped or not tensor._post_accumulate_grad_hooks:
+            tensor._post_accumulate_grad_hooks = None
 
 
 @dataclass
 class _Seen:
     """The model as it was when it was last looked through; a change of any of this calls for another look."""
 
-    dicts: list[dict[str, Any]] = field(default_factory=list)
-    members: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    states: list[tuple[bool, int]] = field(default_factory=list)
+    inventory: _core.Inventory | None = None  # none where something about it is not known yet
     num_optimized: int = -1
-    is_complete: bool = False
 
-    def is_current(self, num_optimized: int) -> bool:
-        # By identity, of objects that are held here: an id could have passed to another tensor.
-        return (
-            self.is_complete
-            and num_optimized == self.num_optimized
-            and sum(map(len, self.dicts)) == len(self.members)
-            and all(map(operator.is_, chain.from_iterable(map(dict.values, self.dicts)), self.members))
-            and list(map(_state, self.tensors)) == self.states
-        )
+    def is_current(self, num_optimized: int, *, with_hooks: bool) -> bool:
+        if self.inventory is None or num_optimized != self.num_optimized:
+            return False
+        return self.inventory.is_current(with_hooks)
 
 
 class Hooks:
@@ -75,6 +71,8 @@ class Hooks:
         self._armed: dict[int, _Armed] = {}
         self._seen = _Seen()
         self._own: set[int] = set()
+        self.is_listening = True
+        """Whether hooks are to be on the parameters."""
         self._tensor_ids: list[int] = []
         self.version = 0
         """Grows whenever the model is found changed."""
@@ -90,7 +88,7 @@ class Hooks:
     def refresh(self, *, is_last: bool = False) -> None:
         """Takes in whatever changed about the model since the last call; types, which only sizes depend on, at the last."""
         num_optimized = sum(len(g["params"]) for o in self._optimizers for g in o.param_groups)
-        if is_last or not self._seen.is_current(num_optimized):
+        if is_last or not self._seen.is_current(num_optimized, with_hooks=self.is_listening):
             self._look_through(num_optimized)
 
     def owns(self, tensors: Iterable[Any]) -> bool:
@@ -120,6 +118,20 @@ class Hooks:
         within = sorted(int(n) for n in numbers if int(n) < len(awaited))
         return {str(n): names.get(id(awaited[n]), "(no longer in the model)") for n in within}
 
+    def listen(self, wanted: bool) -> None:
+        """Takes every hook off, or puts them on again."""
+        if wanted != self.is_listening:
+            self.is_listening = wanted
+            if wanted:
+                self._arm()
+            else:
+                self.remove()
+
+    def strangers(self) -> bool:
+        """Whether others have hooks on a parameter that are called when a gradient was accumulated."""
+        lists: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in self.leaves.values()]
+        return sum(map(len, filter(None, lists))) > len(self._armed)
+
     def remove(self) -> None:
         """Takes every hook off again."""
         for armed in self._armed.values():
@@ -132,16 +144,12 @@ class Hooks:
             self.averaging = wrappers.examine(self.model)
         sharding = wrappers.sharding_of(m for _, m in modules)
         named = _named_parameters(modules, sharding)
-        dicts: list[dict[str, Any]] = [cast(dict[str, Any], d) for _, m in modules for d in (m._parameters, m._modules)]
         tensors = [tensor for tensor, _ in named]
-        self._seen = _Seen(
-            dicts=dicts,
-            members=list(chain.from_iterable(map(dict.values, dicts))),
-            tensors=tensors,
-            states=list(map(_state, tensors)),
-            num_optimized=num_optimized,
-            is_complete=sharding.is_complete and not any(map(wrappers.is_lazy, tensors)),
-        )
+        inventory = None
+        if sharding.is_complete and not any(map(wrappers.is_lazy, tensors)):
+            dicts = [cast(dict[str, Any], d) for _, m in modules for d in (m._parameters, m._modules)]
+            inventory = _core.Inventory(dicts, tensors)
+        self._seen = _Seen(tensors, inventory, num_optimized)
         self._own = {*map(id, tensors), *sharding.hidden}
         ids = self._define([definition for _, definition in named])
         self._tensor_ids = ids
@@ -149,7 +157,8 @@ class Hooks:
         self.version += 1
         self.leaves = dict(zip(ids, leaves, strict=True))
         self._own.update(map(id, leaves))
-        self._arm(leaves, ids)
+        if self.is_listening:
+            self._arm()
         held = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
         self._state_situation(tensors, ids, optimized=[sharding.hidden.get(id(p), p) for p in held])
 
@@ -169,17 +178,12 @@ class Hooks:
             self._recorder.define(first, self._definitions[first:])
         return [self._ids[definition[0]] for definition in definitions]
 
-    def _arm(self, leaves: list[Tensor], ids: list[int]) -> None:
-        wanted = {id(leaf): param_id for leaf, param_id in zip(leaves, ids, strict=True)}
+    def _arm(self) -> None:
+        wanted = {id(leaf): param_id for param_id, leaf in self.leaves.items()}
         for key, armed in list(self._armed.items()):
-            is_swapped = armed.cdata != armed.tensor._cdata
-            if is_swapped or wanted.get(key) != armed.param_id:
+            if armed.cdata != armed.tensor._cdata or wanted.get(key) != armed.param_id:
                 self._armed.pop(key).remove()
-            if is_swapped:
-                # Python still lists the hooks of the half that is gone, and would add ours to those dead lists.
-                dead: Any = armed.tensor
-                dead._backward_hooks = dead._post_accumulate_grad_hooks = None
-        for leaf, param_id in zip(leaves, ids, strict=True):
+        for param_id, leaf in self.leaves.items():
             # Hooks cannot be put on a frozen leaf, nor on one without a shape. Those on one that was frozen later stay.
             if id(leaf) not in self._armed and wrappers.is_trainable(leaf) and not wrappers.is_lazy(leaf):
                 slot = self._recorder.slot(param_id)

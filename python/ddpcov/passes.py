@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ddpcov import _core, steps
 from ddpcov.bypass import Reducers
 from ddpcov.diagnosis.observer import Observer
+from ddpcov.gears import Gears
 from ddpcov.gradsync import GradSync
 from ddpcov.guard import Guard
 from ddpcov.hooks import Hooks
@@ -65,6 +66,7 @@ class Passes:
         self._hooks = hooks
         self._reducers = Reducers(hooks, recorder)
         self._reducers.refresh()
+        self._gears = Gears(hooks, recorder, tell=tell)
         self._holdings = Holdings(hooks, optimizers)
         self._holdings.refresh()
         self._observer = observer
@@ -94,12 +96,21 @@ class Passes:
             self._reducers.refresh()
             self._holdings.refresh()
             self._observer.pass_begins(run)
+            if self._num_open > 1:
+                self._gears.disturbed("passes at the same time")
             if run.is_backward:
-                self._live.begin_pass()
+                if self._num_open == 1:
+                    self._gears.pass_begins(run)
                 if self._guard is not None and self._num_open == 1:
                     self._guard.pass_begins(run, self._open_step)
                 if self._values is not None:
                     self._values.pass_begins(self._open_step)
+
+    @_contained
+    def inner_run_begins(self) -> None:
+        """See `steps.Listener`."""
+        with self._lock:
+            self._gears.disturbed("backward inside backward")
 
     @_contained
     def pass_ends(self, run: steps.EngineRun) -> None:
@@ -108,6 +119,7 @@ class Passes:
             if self._num_open == 0:
                 return  # it began before the block did
             self._num_open -= 1
+            self._gears.pass_ends(is_last=self._num_open == 0)
             if self._guard is not None:
                 self._guard.pass_ends(run)
             if self._is_ours(run):
@@ -185,11 +197,13 @@ class Passes:
     def close_touched(self) -> None:
         """Closes what autograd did without Python's knowledge, run from C++."""
         if self._live.is_touched():
+            self._gears.disturbed("passes run from C++")
             self._close_pass()
 
     def stop(self, *, has_failed: bool) -> None:
         """Lets go of what it watches, and notes what only the end shows."""
         self._reducers.stop()
+        self._note("gears", self._gears.finish())
         if self._guard is not None:
             self._guard.stop("it left the block" + (" with an exception" if has_failed else ""))
         if self._values is not None:

@@ -113,7 +113,7 @@ class Ranks:
         digest = hashlib.sha256(history).digest()
         chunks = [int.from_bytes(digest[i : i + 2], "little") for i in range(0, 2 * _NUM_CHUNKS, 2)]
         words = torch.tensor([*chunks, *(c * c for c in chunks), *counts], dtype=torch.int64, device=self._device())
-        self._finish(dist.all_reduce(words, group=self._group, async_op=True))
+        self._finish(dist.all_reduce(words, group=self._group, async_op=True), words)
         summed = words.tolist()
         sums, squares = summed[:_NUM_CHUNKS], summed[_NUM_CHUNKS : 2 * _NUM_CHUNKS]
         counts[:] = summed[2 * _NUM_CHUNKS :]
@@ -131,7 +131,8 @@ class Ranks:
         digest = hashlib.sha256(history).digest()
         own = torch.frombuffer(bytearray(digest + len(history).to_bytes(8, "little")), dtype=torch.uint8)
         all_own = [torch.empty_like(own, device=self._device()) for _ in self.members]
-        self._finish(dist.all_gather(all_own, own.to(self._device()), group=self._group, async_op=True))
+        own = own.to(self._device())
+        self._finish(dist.all_gather(all_own, own, group=self._group, async_op=True), own, *all_own)
         holders: dict[bytes, list[int]] = {}
         for rank, theirs in zip(self.members, all_own, strict=True):
             holders.setdefault(bytes(theirs.tolist()), []).append(rank)
@@ -141,11 +142,11 @@ class Ranks:
                 data = history
             elif self.is_first:
                 buffer = torch.empty(int.from_bytes(key[32:], "little"), dtype=torch.uint8, device=self._device())
-                self._finish(dist.irecv(buffer, src=ranks[0], group=self._group))
+                self._finish(dist.irecv(buffer, src=ranks[0], group=self._group), buffer)
                 data = buffer.cpu().numpy().tobytes()
             elif self.rank == ranks[0]:
                 buffer = torch.frombuffer(bytearray(history), dtype=torch.uint8).to(self._device())
-                self._finish(dist.isend(buffer, dst=self.members[0], group=self._group))
+                self._finish(dist.isend(buffer, dst=self.members[0], group=self._group), buffer)
                 continue
             else:
                 continue
@@ -187,9 +188,15 @@ class Ranks:
         accelerator = types.pop()
         return torch.device(accelerator, getattr(torch, accelerator).current_device())
 
-    def _finish(self, work: Any) -> None:
+    def _finish(self, work: Any, *tensors: torch.Tensor) -> None:
         if work is not None:
             work.wait(EXIT_TIMEOUT)
+        del work
+        # A thread of gloo lets go of the tensors a moment later, for which it needs the interpreter. Were that gone by then,
+        # as the job ends here, the process would die of it ("terminate called without an active exception").
+        until = time.monotonic() + 1
+        while any(getattr(t, "_use_count", int)() > 1 for t in tensors) and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 class RoundsOver(Exception):

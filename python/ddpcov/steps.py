@@ -8,7 +8,7 @@ optimizer hooks tell, or where a gradient scaler decided not to let it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +49,17 @@ class EngineRun:
             if isinstance(leaf := getattr(node, "variable", None), Tensor):
                 yield leaf
 
+    def when_under_way(self, action: Callable[[], None]) -> list[RemovableHandle]:
+        """Calls `action` before the first gradient is accumulated, in the engine; once for each tensor that it runs from,
+        unless the handles are removed before."""
+        handles = []
+        for root in self.tensors:
+            if isinstance(root, GradientEdge):
+                handles.append(root.node.register_prehook(lambda _: action()))
+            elif isinstance(root, Tensor) and root.requires_grad:
+                handles.append(root.register_hook(lambda _: action()))  # type: ignore[no-untyped-call]
+        return handles
+
     def nodes(self) -> Iterator[Any]:
         """The nodes of its graph."""
         roots = (t.node if isinstance(t, GradientEdge) else t.grad_fn for t in self.tensors)
@@ -68,6 +79,9 @@ class Listener(Protocol):
 
     def pass_begins(self, run: EngineRun) -> None:
         """Autograd is about to run."""
+
+    def inner_run_begins(self) -> None:
+        """Autograd is about to run once more inside a run: for a reentrant checkpoint, or from a hook."""
 
     def pass_ends(self, run: EngineRun) -> None:
         """It ran, or raised."""
@@ -147,6 +161,8 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
             # A reentrant checkpoint, or a hook that calls backward. It belongs to the pass outside.
             for outer in _runs:
                 outer.has_inner_parameters = outer.has_inner_parameters or any(map(is_parameter, run.leaves()))
+            for listener in list(_listeners) if is_backward else ():
+                listener.inner_run_begins()
             return super().run_backward(tensors, *args, **kwargs)
         listeners = list(_listeners)
         for listener in listeners:

@@ -6,7 +6,8 @@
 //! | --- | --- |
 //! | 0 | commit: number of commits so far; slot `commit % 2` is valid |
 //! | 1 | pass: `2 × (number of the pass begun last) + 1` while that pass is open, an even number otherwise |
-//! | 2 to 7 | 0, for later use |
+//! | 2 | 1 while the rows tell nothing of the open pass, whose gradients are looked at where it ends; 0 otherwise |
+//! | 3 to 7 | 0, for later use |
 //! | 8 … | slot 0, then slot 1, of 72 words each |
 //!
 //! A slot:
@@ -31,7 +32,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::capture::{Passes, Shape};
+use crate::capture::{Passes, Shape, flags};
 use crate::error::{Error, Result};
 
 /// Words of LIVE STATE.
@@ -42,6 +43,7 @@ pub const MAX_ENTRIES: usize = 32;
 pub const ROWS_PER_WORD: usize = 6;
 
 const PASS: usize = 1;
+const UNSEEN: usize = 2;
 const FIRST_SLOT: usize = 8;
 const ENTRIES: usize = 8;
 const SLOT_WORDS: usize = ENTRIES + 2 * MAX_ENTRIES;
@@ -132,6 +134,11 @@ pub fn store(words: &[AtomicU64], commit: u64, state: &State) {
     words[0].store(commit.to_le(), Ordering::Release);
 }
 
+/// Says in LIVE STATE whether the rows tell of the open pass.
+pub fn store_unseen(words: &[AtomicU64], unseen: bool) {
+    words[UNSEEN].store(u64::from(unseen).to_le(), Ordering::Release);
+}
+
 /// Says in LIVE STATE whether pass number `pass` is open.
 pub fn store_pass(words: &[AtomicU64], pass: u64, open: bool) {
     words[PASS].store((2 * pass + u64::from(open)).to_le(), Ordering::Release);
@@ -143,8 +150,8 @@ pub fn load_pass(words: &[AtomicU64]) -> Option<u64> {
     (word % 2 == 1).then_some(word / 2)
 }
 
-/// The valid state, and whether its pass is open, from LIVE STATE as read from a file at `offset`.
-pub fn load(words: &[u64], offset: u64) -> Result<(State, bool)> {
+/// The valid state, and the flags of its pass if that is open, from LIVE STATE as read from a file at `offset`.
+pub fn load(words: &[u64], offset: u64) -> Result<(State, Option<u32>)> {
     if words.len() < STATE_WORDS {
         let what = format!("live state of {} words, expected {STATE_WORDS}", words.len());
         return Err(Error::Damaged { offset, what });
@@ -155,7 +162,8 @@ pub fn load(words: &[u64], offset: u64) -> Result<(State, bool)> {
         return Err(Error::Damaged { offset, what: format!("live state {commit} does not match its checksum") });
     };
     let open = state.num_passes.checked_mul(2).is_some_and(|begun| words[PASS] == begun + 1);
-    Ok((state, open))
+    let flags = if words[UNSEEN] == 0 { flags::OPEN } else { flags::OPEN | flags::UNSEEN };
+    Ok((state, open.then_some(flags)))
 }
 
 /// Where in LIVE ROWS of `num_words` row words the three words of row word `word` are.

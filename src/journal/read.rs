@@ -184,14 +184,14 @@ pub fn read_shard(bytes: &[u8]) -> Result<(RunId, Lane)> {
         lane.apply(Record::Steps { shape, count }, offset)?;
     }
     lane.apply(Record::Passes(state.entries), offset)?;
-    if let (true, Some(situation)) = (open, state.situation) {
+    if let (Some(flags), Some(situation)) = (open, state.situation) {
         let [reached, mut covered, again] = rows.map(Row::from_words);
         if let Some(s) = lane.lane.situations.get(situation as usize) {
             covered = covered.intersection(&s.trainable); // as in a pass that is closed
         }
         let pattern = lane.lane.patterns.len() as u32;
         lane.apply(Record::Pattern(Pattern { situation, reached, covered, again }), offset)?;
-        push_passes(&mut lane.lane.open, Passes { pattern, flags: flags::OPEN, count: 1 });
+        push_passes(&mut lane.lane.open, Passes { pattern, flags, count: 1 });
     }
     Ok((run, lane.lane))
 }

@@ -117,7 +117,7 @@ pub fn small_shard() -> Vec<u8> {
     recorder.define(0, parameters(0..2)).unwrap();
     recorder.set_situation(plain_situation(2)).unwrap();
     for i in 0..40 {
-        recorder.begin_pass();
+        recorder.begin_pass(false);
         let slot = recorder.slot(i % 2).unwrap();
         slot.arrived(true);
         slot.accumulated();

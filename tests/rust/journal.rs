@@ -139,7 +139,7 @@ fn golden_capture() -> Capture {
 /// Rank 1 of a run that was killed in its second open pass; in it is every kind of record that a shard can hold but END.
 fn record_golden(recorder: &Recorder) {
     let pass = |reached: &[u32], flags| {
-        recorder.begin_pass();
+        recorder.begin_pass(false);
         for &id in reached {
             let slot = recorder.slot(id).unwrap();
             slot.arrived(id != 3);
@@ -168,7 +168,7 @@ fn record_golden(recorder: &Recorder) {
         recorder.close_step().unwrap();
     }
     pass(&[1, 3], flags::RAISED);
-    recorder.begin_pass();
+    recorder.begin_pass(false);
     let frozen = recorder.slot(2).unwrap();
     frozen.arrived(true);
     frozen.accumulated();

@@ -47,7 +47,7 @@ fn record_until_killed() {
             slots.extend((have..need).map(|id| recorder.slot(id).unwrap()));
         }
         for covered in passes(step) {
-            recorder.begin_pass();
+            recorder.begin_pass(false);
             for id in covered.iter() {
                 slots[id as usize].arrived(true);
                 slots[id as usize].accumulated();

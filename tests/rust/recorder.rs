@@ -32,7 +32,7 @@ fn hit(slot: &Slot) {
 
 /// A pass that covers these.
 fn pass(recorder: &Recorder, slots: &[Slot], covered: &[u32]) {
-    recorder.begin_pass();
+    recorder.begin_pass(false);
     covered.iter().for_each(|&id| hit(&slots[id as usize]));
     recorder.close_pass(0).unwrap();
 }
@@ -87,7 +87,7 @@ fn what_is_frozen_cannot_be_covered() {
     let mut situation = plain_situation(2);
     situation.trainable = row(&[1]);
     recorder.set_situation(situation).unwrap();
-    recorder.begin_pass();
+    recorder.begin_pass(false);
     slots.iter().for_each(hit);
     let open = lane(&recorder);
     recorder.close_pass(0).unwrap();
@@ -119,7 +119,7 @@ fn threads_lose_no_bit() {
             });
         }
         for _ in 0..PASSES {
-            recorder.begin_pass();
+            recorder.begin_pass(false);
             barrier.wait();
             barrier.wait();
             recorder.close_pass(0).unwrap();
@@ -311,16 +311,16 @@ fn an_open_pass_is_open_until_closed_or_dropped() {
     let (recorder, slots) = recorder(2);
     let open = || lane(&recorder).open.last().is_some_and(|p| p.flags & flags::OPEN != 0);
     assert!(!open());
-    recorder.begin_pass();
+    recorder.begin_pass(false);
     assert!(open() && !recorder.is_touched());
     recorder.drop_pass();
     assert!(!open());
-    recorder.begin_pass();
+    recorder.begin_pass(false);
     hit(&slots[1]);
     assert!(open() && recorder.is_touched());
     recorder.close_pass(0).unwrap();
     assert!(!open() && !recorder.is_touched());
-    recorder.begin_pass();
+    recorder.begin_pass(false);
     recorder.finish("exception: KeyboardInterrupt").unwrap();
     assert!(open());
 }
@@ -379,7 +379,7 @@ fn forgotten_patterns_are_recorded_again() {
     recorder.set_situation(plain_situation(NUM)).unwrap();
     let last = recorder.slot(NUM - 1).unwrap();
     let pass = |id: u32| {
-        recorder.begin_pass();
+        recorder.begin_pass(false);
         recorder.slot(id).unwrap().accumulated();
         last.accumulated();
         recorder.close_pass(0).unwrap();

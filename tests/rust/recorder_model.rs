@@ -137,7 +137,7 @@ fn perform(call: Call, model: &mut Model, lives: &mut [Live]) {
         }
         Call::Begin => {
             model.is_open = true;
-            lives.iter().for_each(|live| live.0.begin_pass());
+            lives.iter().for_each(|live| live.0.begin_pass(false));
         }
         Call::Drop => {
             model.is_open = false;

@@ -46,7 +46,7 @@ class Lane:
     num_unreached_sets: int
     num_orphans: int
     has_wrapper: bool
-    broken_off: tuple[list[int], list[int]] | None
+    broken_off: tuple[list[int], list[int], bool] | None
     stall: list[str]
     """Of a pass that is open: what its ranks lack, and what others did in it."""
 

@@ -193,6 +193,9 @@ class Agent:
             self._trajectory.note_loss(run.tensors)
 
     @_contained
+    def inner_run_begins(self) -> None:
+        """See `steps.Listener`."""
+
     def pass_ends(self, run: EngineRun) -> None:
         """See `steps.Listener`."""
         for section in self._sections:

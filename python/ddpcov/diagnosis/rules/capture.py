@@ -11,15 +11,19 @@ def incomplete(facts: Facts) -> Found:
     """DDC501 and DDC502: a rank that ended inside a pass, a rank without a shard."""
     for lane in facts.lanes:
         if lane.is_broken_off and lane.broken_off is not None:
-            covered, lacking = lane.broken_off
+            covered, lacking, is_seen = lane.broken_off
             step = lane.num_steps - 1
             how = "stopped (killed or hung)" if lane.end == "killed" else "raised"
             message = (
                 f"Rank {list_ranks(lane.ranks)} {how} inside a backward pass of step {step}: {len(covered)} of"
                 f" {len(covered) + len(lacking)} trainable parameters had their gradient by then."
+                if is_seen
+                else f"Rank {list_ranks(lane.ranks)} {how} inside a backward pass of step {step}; how far it came is not known."
             )
-            names = tuple(sorted(facts.parameters[i].name for i in lacking))
+            names = tuple(sorted(facts.parameters[i].name for i in lacking)) if is_seen else ()
             by_then = f"lacking by then: {some(names, 5)}" if names else "all gradients had arrived"
+            if not is_seen:
+                by_then = "in a long run of equal passes gradients are looked at where a pass ends, not one by one"
             yield make(
                 facts,
                 "DDC501",
