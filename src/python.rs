@@ -141,6 +141,7 @@ impl Recorder {
         Ok(())
     }
 
+    #[pyo3(signature = (unseen=false))]
     fn begin_pass(&self, unseen: bool) {
         self.core.begin_pass(unseen);
     }

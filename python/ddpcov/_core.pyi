@@ -106,7 +106,7 @@ class Recorder:
         """Starts a thread that says on stderr, once, what a pass waits for that stays open for so many seconds. It ends
         with the recording."""
 
-    def begin_pass(self, unseen: bool) -> None:
+    def begin_pass(self, unseen: bool = False) -> None:
         """Marks the pass open, for whoever reads the shard if this process ends inside it; `unseen` if nothing is known of it
         until `Gradients.take`."""
 
