@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ddpcov
+from ddpcov import gears
 from ddpcov import ranks as ddpcov_ranks
 from multirank import Rank, count_collectives
 from multirank import run_ranks as run_ranks_for
@@ -200,8 +201,9 @@ def test_killed_in_the_middle_of_backward(tmp_path: Path, victim: int) -> None:
     assert told["run"]["end"][str(victim)] == "killed"
     assert told["run"]["end"][str(other)].startswith("exception: RuntimeError: ")
     (of_victim,) = (f for f in findings(told, "DDC501") if f["ranks"] == [victim])
-    assert (of_victim["parameters"], of_victim["steps"]) == (["first.weight"], [[1, 1]])
-    assert "1 of 2" in of_victim["message"]
+    is_seen = gears.SETTLE > 0  # in a look nobody knows how far it came
+    assert (of_victim["parameters"], of_victim["steps"]) == (["first.weight"] if is_seen else [], [[1, 1]])
+    assert ("1 of 2" if is_seen else "how far it came is not known") in of_victim["message"]
     assert not findings(told, "DDC502")
 
 
